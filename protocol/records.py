@@ -1,0 +1,442 @@
+"""The records that travel between machines or into the archive. Their fields are the wire format.
+
+    join and control      JoinRequest JoinReply Heartbeat HeartbeatReply ErrorReply Ack
+    leases and rollouts   LeaseRequest LeaseReply Lease LeaseFailed UploadIntent Receipt Rollout Submission
+    verification          JobRequest JobReply Job Outcome Verdict RolloutDetail VerdictDetails
+    roles                 RoleGrant
+    ledger                LedgerEntry TreeHead BatchEntry BatchClosed JobDrawn LeaseClosed
+    training              TrainingRollout Batch
+
+Token ids travel as little-endian u32, log-probabilities as little-endian float32 (`*_blob` fields).
+Records of weights live in `shardcast.records`, the run manifest in `manifest`, an engine's in `engine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from protocol.codec import Blob, Fixed, Flag, Maybe, Real, Seq, Sub, Text, UInt, record
+from protocol.limits import (
+    HASH_BYTES,
+    KIB,
+    MAX_ADDRESSES,
+    MAX_BATCH_ENTRIES,
+    MAX_ENVELOPE_BYTES,
+    MAX_INTENT_BYTES,
+    MAX_NUMBERS,
+    MAX_PROOF_CHUNKS,
+    MAX_ROLLOUTS_PER_LEASE,
+    MAX_SUBMISSION_RAW_BYTES,
+    MAX_TASKS_PER_LEASE,
+    MAX_TEXT,
+    MAX_TOKENS_PER_ROLLOUT,
+    MIB,
+    PROOF_TOPK,
+)
+
+Hash = Annotated[bytes, Fixed(HASH_BYTES)]
+Key = Annotated[bytes, Fixed(32)]
+Id = Annotated[bytes, Fixed(16)]
+U8 = Annotated[int, UInt(8)]
+U16 = Annotated[int, UInt(16)]
+U32 = Annotated[int, UInt(32)]
+U64 = Annotated[int, UInt(64)]
+Float = Annotated[float, Real()]
+Bool = Annotated[bool, Flag()]
+Word = Annotated[str, Text(64)]
+Line = Annotated[str, Text(512)]
+Note = Annotated[str, Text(MAX_TEXT)]
+Tokens = Annotated[bytes, Blob(4 * MAX_TOKENS_PER_ROLLOUT, 4)]
+Floats = Annotated[bytes, Blob(4 * MAX_TOKENS_PER_ROLLOUT, 4)]
+Envelope = Annotated[bytes, Blob(MAX_ENVELOPE_BYTES)]
+Lines = Annotated[tuple[str, ...], Seq(Text(512), MAX_ADDRESSES)]
+
+FINISH_EOS = 0
+"""The rollout's last token is a stop token."""
+FINISH_LENGTH = 1
+"""The rollout ended at the lease's cap, with no stop token in it."""
+
+ACCEPT, REJECT, INCONCLUSIVE = 0, 1, 2
+
+
+# --- join and control ---------------------------------------------------------------------------------------------
+
+
+@record(16 * KIB)
+@dataclass(frozen=True)
+class JoinRequest:
+    """A machine asks to take a role. Signed by its identity key, which thereby delegates its transport key."""
+
+    role: Word
+    """`inference`, `validator`, `relay` or `trainer`."""
+    name: Word
+    """What people see; not an identity."""
+    transport_key: Key
+    nonce: Id
+    """Returned in the reply, so that the reply's time is fresh."""
+    software: Word
+    versions: Annotated[tuple[int, ...], Seq(UInt(16), 8)]
+    addresses: Lines
+    """URLs a relay serves weights at; empty for other roles."""
+    engine: Line
+    """Engine name and version, for people and calibration."""
+
+
+@record(16 * KIB)
+@dataclass(frozen=True)
+class JoinReply:
+    nonce: Id
+    time: U64
+    """The coordinator's time in milliseconds; RULES 3."""
+    state: Word
+    """`probation`, `active`, `paused` or `suspended`."""
+    weights: Lines
+    """URLs to pull weights from, best first."""
+    ingress: Line
+    """URL to send submissions to and fetch jobs from."""
+    heartbeat_ms: U32
+    message: Note
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class Heartbeat:
+    epoch: U64
+    step: U64
+    """The newest policy held, whole and verified."""
+    activity: Word
+    done: U64
+    """Rollouts finished (inference), verdicts given (validator) or shards served (relay) since start."""
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class HeartbeatReply:
+    time: U64
+    state: Word
+    weights: Lines
+    step: U64
+    """The newest policy the coordinator has in its ledger."""
+    finished: Bool
+    """The run is over; the node may leave."""
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class ErrorReply:
+    code: Word
+    message: Note
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class Ack:
+    note: Line
+
+
+# --- leases and rollouts ------------------------------------------------------------------------------------------
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class LeaseRequest:
+    capacity: U32
+    """Rollouts the engine takes at once."""
+    epoch: U64
+    step: U64
+    wait_ms: U32
+    """How long the coordinator may hold the request open; at most 20,000."""
+
+
+@record(64 * KIB)
+@dataclass(frozen=True)
+class Lease:
+    """What a node must do; everything that decides the tokens is in here. The envelope's audience owns it."""
+
+    lease_id: Id
+    manifest: Hash
+    epoch: U64
+    step: U64
+    root: Hash
+    environment: Hash
+    nonce: Hash
+    tasks: Annotated[tuple[int, ...], Seq(UInt(64), MAX_TASKS_PER_LEASE)]
+    samples: U32
+    """Rollouts per task; samples are numbered from 0 inside this lease."""
+    max_new_tokens: U32
+    duration_ms: U64
+    max_bytes: U64
+    """Bound on the compressed submission."""
+
+
+@record(128 * KIB)
+@dataclass(frozen=True)
+class LeaseReply:
+    lease: Annotated[bytes | None, Maybe(Blob(96 * KIB))]
+    """A `lease` envelope, or nothing yet."""
+    state: Word
+    reason: Line
+    """Why there is none, in words a person understands."""
+    retry_ms: U32
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class LeaseFailed:
+    lease_id: Id
+    reason: Note
+
+
+@record(MAX_INTENT_BYTES)
+@dataclass(frozen=True)
+class UploadIntent:
+    lease_id: Id
+    length: U64
+    """Compressed bytes that follow."""
+    raw_length: U64
+    """Bytes after decompression; compared with the zstd frame's own declaration before it is opened."""
+    digest: Hash
+    """BLAKE3 of the compressed bytes."""
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class Receipt:
+    """The coordinator's promise, given only after the ledger row is durable."""
+
+    lease_id: Id
+    digest: Hash
+    index: U64
+    """Ledger index of the `submission` entry."""
+    leaf: Hash
+    tree_size: U64
+    tree_root: Hash
+    time: U64
+
+
+@record(32 * MIB)
+@dataclass(frozen=True)
+class Rollout:
+    task: U64
+    sample: U32
+    tokens: Tokens
+    """Sampled ids only, u32 little-endian, stop token included."""
+    logprobs: Floats
+    """One float32 per sampled token: log_softmax(logits / T) at that token, without noise."""
+    finish: U8
+    reward: Float
+    """The reward the node claims."""
+    proofs: Annotated[tuple[bytes, ...], Seq(Blob(2 + 4 * PROOF_TOPK), MAX_PROOF_CHUNKS)]
+    """One TOPLOC chunk per 32 sampled tokens, over the states that produced them."""
+
+
+@record(MAX_SUBMISSION_RAW_BYTES)
+@dataclass(frozen=True)
+class Submission:
+    """The decompressed upload. It holds no peer id: validators see it."""
+
+    lease_id: Id
+    engine: Line
+    rollouts: Annotated[tuple[Rollout, ...], Seq(Sub(Rollout), MAX_ROLLOUTS_PER_LEASE)]
+
+
+# --- verification -------------------------------------------------------------------------------------------------
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class JobRequest:
+    wait_ms: U32
+
+
+@record(96 * KIB)
+@dataclass(frozen=True)
+class Job:
+    """One submission to check. Says nothing about whose it is."""
+
+    job_id: Id
+    round: U8
+    """1 for the first draw, 2 for the second, independent one."""
+    lease: Annotated[bytes, Blob(64 * KIB)]
+    """The lease's payload bytes (a `Lease` record), without its envelope."""
+    digest: Hash
+    length: U64
+    raw_length: U64
+    token: Id
+    """Capability to fetch the bytes at `ingress`/v1/{run}/jobs/{job id}."""
+
+
+@record(128 * KIB)
+@dataclass(frozen=True)
+class JobReply:
+    job: Annotated[bytes | None, Maybe(Blob(100 * KIB))]
+    """A `job` envelope signed by the coordinator, or nothing yet."""
+    retry_ms: U32
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class Number:
+    name: Word
+    value: Float
+
+
+@record(4 * KIB)
+@dataclass(frozen=True)
+class Outcome:
+    outcome: U8
+    """ACCEPT, REJECT or INCONCLUSIVE."""
+    reason: Word
+    """A `ReasonCode`."""
+
+
+@record(256 * KIB)
+@dataclass(frozen=True)
+class Verdict:
+    """Signed by a validator. Small: what it measured is in the details, bound by hash."""
+
+    job_id: Id
+    digest: Hash
+    """Of the submission judged."""
+    round: U8
+    outcomes: Annotated[tuple[Outcome, ...], Seq(Sub(Outcome), MAX_ROLLOUTS_PER_LEASE)]
+    """One per rollout of the lease, task-major, in the order the lease names them."""
+    details: Hash
+    cpu_ms: U64
+
+
+@record(2 * MIB)
+@dataclass(frozen=True)
+class RolloutDetail:
+    logprobs: Floats
+    """The validator's own log-probabilities; empty unless accepted."""
+    reward: Float
+    """The validator's own reward; 0 unless accepted."""
+    numbers: Annotated[tuple[Number, ...], Seq(Sub(Number), MAX_NUMBERS)]
+
+
+@record(8 * MIB)
+@dataclass(frozen=True)
+class VerdictDetails:
+    rollouts: Annotated[tuple[RolloutDetail, ...], Seq(Sub(RolloutDetail), MAX_ROLLOUTS_PER_LEASE)]
+
+
+# --- roles --------------------------------------------------------------------------------------------------------
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class RoleGrant:
+    """The root or the coordinator admits a key to `validator`, `relay` (with children) or `trainer`."""
+
+    key: Key
+    role: Word
+
+
+# --- ledger -------------------------------------------------------------------------------------------------------
+
+
+@record(MAX_ENVELOPE_BYTES)
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One leaf's payload; the coordinator signs the envelope (kind `entry`) around it."""
+
+    index: U64
+    incarnation: U64
+    time: U64
+    event: Word
+    """`run.opened`, `incarnation`, `grant`, `node.joined`, `policy`, `lease`, `lease.closed`, `submission`,
+    `job`, `verdict`, `batch` or `run.finished`."""
+    body: Annotated[bytes, Blob(900 * KIB)]
+    """The event's own record (BatchClosed, JobDrawn, LeaseClosed, ...), or empty."""
+    subject: Annotated[bytes, Blob(900 * KIB)]
+    """The envelope of whoever caused the event, exactly as it arrived, or empty."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class TreeHead:
+    """A promise about the whole log: signed by the coordinator as kind `tree`."""
+
+    size: U64
+    root: Hash
+    time: U64
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class JobDrawn:
+    job_id: Id
+    submission: U64
+    """Ledger index of the submission."""
+    validator: Key
+    round: U8
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class LeaseClosed:
+    lease_id: Id
+    reason: Line
+    """`expired`, `failed: ...`"""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class BatchEntry:
+    """One rollout of a batch: names the receipt (submission index) and the verdict it rests on."""
+
+    submission: U64
+    verdict: U64
+    rollout: U32
+    """Position in the submission."""
+
+
+@record(900 * KIB)
+@dataclass(frozen=True)
+class BatchClosed:
+    step: U64
+    """The batch trains the policy of this step into step + 1."""
+    epoch: U64
+    entries: Annotated[tuple[BatchEntry, ...], Seq(Sub(BatchEntry), MAX_BATCH_ENTRIES)]
+    digest: Hash
+    """BLAKE3 of the batch file."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class RunFinished:
+    steps: U64
+    reason: Line
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+@record(4 * MIB)
+@dataclass(frozen=True)
+class TrainingRollout:
+    submission: U64
+    verdict: U64
+    rollout: U32
+    group: Id
+    """Same for all rollouts of one task of one lease: advantages are computed inside a group."""
+    epoch: U64
+    step: U64
+    """The policy that sampled it."""
+    prompt: Tokens
+    tokens: Tokens
+    logprobs: Floats
+    """The behaviour policy's log-probabilities (fp32 runs: the validator's)."""
+    reward: Float
+    """As recomputed by the validator, never as claimed."""
+
+
+@record(1024 * MIB)
+@dataclass(frozen=True)
+class Batch:
+    run: Hash
+    epoch: U64
+    step: U64
+    rollouts: Annotated[tuple[TrainingRollout, ...], Seq(Sub(TrainingRollout), MAX_BATCH_ENTRIES)]
