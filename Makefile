@@ -52,8 +52,10 @@ bench: install
 bench-peers:
 	@echo "no benchmark needs a peer yet (benchmarks.overhead measures against our own bare loop)"
 
+
+# Longer lines of acceptance than CI has time for; their dated results are in docs/results/.
 soak: install
-	$(BIN)/python -m pytest -m "not heavy" --count-note=soak -k "property or fuzz" || true
+	$(BIN)/python -m benchmarks.demo --json
 
 docs: install
 	@$(BIN)/python -m pytest tests/test_docs.py

@@ -1,0 +1,209 @@
+"""The summary of a run, computed from its archive and nothing else.
+
+`summarise` reads sealed ledger segments, verdict details, submissions and `metrics.jsonl`. What only a demo knows
+(which nodes were told to misbehave, and their own log of it; memory; seconds) is passed in as `Witness`.
+
+Not covered: whether any of it is true. That is `verifier audit`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from protocol import codec
+from protocol.errors import ProtocolError
+from protocol.manifest import Run, open_manifest
+from protocol.records import REJECT, Submission, VerdictDetails
+from protocol.segments import read_segments
+from protocol.state import RunState, SubmissionState, fold
+
+WINDOW = 10
+"""Steps averaged for `reward_first` and `reward_last`; fixed by the summary's definition."""
+
+
+@dataclass
+class Witness:
+    """What the person who staged a run knows and the network does not.
+
+    `cheats` maps a kind to (node key, path of its own log); everything else is measured by the supervisor.
+    """
+
+    cheats: dict[str, tuple[bytes, Path]] = field(default_factory=dict)
+    peak_pss_mib: float = 0.0
+    seconds: float = 0.0
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of `metrics.jsonl`; a torn last line (a kill while writing) is left out."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def read_state(run_dir: Path) -> tuple[Run, RunState]:
+    """The run and the fold over its sealed ledger."""
+    run = open_manifest((run_dir / "manifest.hw").read_bytes())
+    log = read_segments(run_dir / "ledger", run)
+    return run, fold((sealed.index, sealed.entry) for sealed in log.entries)
+
+
+def summarise(run_dir: Path, witness: Witness | None = None) -> dict[str, Any]:
+    """The object of `summary.json` (DESIGN section 8)."""
+    witness = witness or Witness()
+    _, state = read_state(run_dir)
+    metrics = latest_steps(read_metrics(run_dir / "metrics.jsonl"))
+    dishonest_keys = {key for key, _ in witness.cheats.values()}
+    honest = [s for s in state.submissions.values() if s.owner not in dishonest_keys]
+    rewards = _rewards_by_step(run_dir, state, honest)
+    steps_seen = sorted(rewards)
+    counts = _count(state.submissions.values())
+    status = _read_json(run_dir / "status.json")
+    sent, full = _traffic(run_dir)
+    return {
+        "steps": max((row["step"] + 1 for row in metrics), default=0),
+        "reward_first": _mean(r for s in steps_seen[:WINDOW] for r in rewards[s]),
+        "reward_last": _mean(r for s in steps_seen[-WINDOW:] for r in rewards[s]),
+        "rollouts_accepted": counts["accepted"],
+        "rollouts_rejected": counts["rejected"],
+        "rollouts_inconclusive": counts["inconclusive"],
+        "rollouts_pending": counts["pending"],
+        "rollouts_discarded": counts["discarded"],
+        "rollouts_unverified_trained": sum(
+            1 for index, rollout in state.trained if state.submissions[index].outcomes[rollout].status != "accepted"
+        ),
+        "honest_verified": sum(len(s.outcomes) for s in honest if s.verdicts),
+        "honest_rejected": sum(_rejections(s) for s in honest),
+        "cheats": {
+            kind: _fate(run_dir, state, key, log) for kind, (key, log) in sorted(witness.cheats.items())
+        },
+        "bytes_full": full,
+        "bytes_sent": sent,
+        "http_fallbacks": int(status.get("http_fallbacks", 0)),
+        "trainer_idle_share": _mean(row["idle_share"] for row in metrics if "idle_share" in row),
+        "staleness_mean": _mean(row["staleness_mean"] for row in metrics if "staleness_mean" in row),
+        "peak_pss_mib": round(witness.peak_pss_mib, 1),
+        "seconds": round(witness.seconds, 1),
+    }
+
+
+def latest_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a step, the last written: a learner that was killed repeats the steps it had not saved."""
+    steps = {row["step"]: row for row in rows if row.get("event") == "step" and isinstance(row.get("step"), int)}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return round(sum(numbers) / len(numbers), 4) if numbers else 0.0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _traffic(run_dir: Path) -> tuple[int, int]:
+    """Weight bytes sent by origin and relays, and what full checkpoints to the same receivers would have cost."""
+    stats = [_read_json(path) for path in sorted(run_dir.glob("**/stats.json"))]
+    return sum(int(s.get("bytes_sent", 0)) for s in stats), sum(int(s.get("bytes_full", 0)) for s in stats)
+
+
+def _count(submissions: Iterable[SubmissionState]) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for submission in submissions:
+        for outcome in submission.outcomes:
+            counts[outcome.status] += 1
+    return counts
+
+
+def _rejections(submission: SubmissionState) -> int:
+    """Rollouts that any validator rejected, whatever was decided afterwards."""
+    rejected = {
+        position
+        for verdict in submission.verdicts.values()
+        for position, outcome in enumerate(verdict.verdict.outcomes)
+        if outcome.outcome == REJECT
+    }
+    return len(rejected)
+
+
+def _rewards_by_step(run_dir: Path, state: RunState, submissions: list[SubmissionState]) -> dict[int, list[float]]:
+    """Verified rewards of all accepted rollouts, by the policy step that sampled them."""
+    rewards: dict[int, list[float]] = defaultdict(list)
+    for submission in submissions:
+        accepted = [i for i, outcome in enumerate(submission.outcomes) if outcome.status == "accepted"]
+        if not accepted:
+            continue
+        details = _details(run_dir, submission)
+        if details is None:
+            continue
+        step = state.leases[submission.lease_id].lease.step
+        rewards[step].extend(details.rollouts[i].reward for i in accepted if i < len(details.rollouts))
+    return rewards
+
+
+def _details(run_dir: Path, submission: SubmissionState) -> VerdictDetails | None:
+    round_ = max(submission.verdicts)
+    path = run_dir / "submissions" / f"{submission.lease_id.hex()}.{round_}.hwv"
+    try:
+        return codec.decode(VerdictDetails, path.read_bytes())
+    except (OSError, ProtocolError):  # a damaged archive is the audit's business; the summary counts what is there
+        return None
+
+
+def _fate(run_dir: Path, state: RunState, key: bytes, log: Path) -> dict[str, Any]:
+    """What became of one node that was told to misbehave, by its own log and the public ledger."""
+    truth = {row["request_id"]: bool(row["dishonest"]) for row in read_metrics(log) if "request_id" in row}
+    node = state.nodes.get(key)
+    fate: dict[str, Any] = {
+        "submitted": 0,
+        "dishonest": 0,
+        "identical": 0,
+        "caught": 0,
+        "first_caught_after_tokens": None,
+        "node_state": node.state if node else "never joined",
+    }
+    tokens = 0
+    for submission in sorted((s for s in state.submissions.values() if s.owner == key), key=lambda s: s.index):
+        lease = state.leases[submission.lease_id].lease
+        lengths = _token_counts(run_dir, submission)
+        for position, outcome in enumerate(submission.outcomes):
+            task, sample = lease.tasks[position // lease.samples], position % lease.samples
+            dishonest = truth.get(f"{submission.lease_id.hex()}:{task}:{sample}", False)
+            tokens += lengths[position] if position < len(lengths) else 0
+            fate["submitted"] += 1
+            fate["dishonest" if dishonest else "identical"] += 1
+            if dishonest and outcome.status == "rejected":
+                fate["caught"] += 1
+                if fate["first_caught_after_tokens"] is None:
+                    fate["first_caught_after_tokens"] = tokens
+    return fate
+
+
+def _token_counts(run_dir: Path, submission: SubmissionState) -> list[int]:
+    path = run_dir / "submissions" / f"{submission.lease_id.hex()}.hws"
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(
+            path.read_bytes(), max_output_size=max(1, submission.intent.raw_length), allow_extra_data=False
+        )
+        return [len(rollout.tokens) // 4 for rollout in codec.decode(Submission, raw).rollouts]
+    except (OSError, zstandard.ZstdError, ProtocolError):  # what cannot be read has no tokens to count
+        return []
