@@ -1,0 +1,205 @@
+"""Batched decoding with a key-value cache over any Transformers causal language model, with forced tokens.
+
+One call takes rollouts of one policy and returns, for each, its sampled tokens, their log-probabilities and the
+final-norm state that produced each of them (what TOPLOC commits to), all from the same forward passes.
+
+    shared prompts    each distinct prompt is prefilled once and its cache rows are copied to its rollouts
+    padding           prompts are padded on the left, so all rows write their next token at the same column
+    finished rows     leave the batch at once; the others' numbers do not depend on who is beside them beyond
+                      float32 rounding (about 1e-6), which the run's calibrated thresholds cover
+    tokens            argmax(logits / T + Gumbel noise), the noise a function of (seed, absolute position, token)
+
+Not covered: paged caches, speculative decoding, routed experts, weight updates in flight.
+
+Shape suffixes: B rows alive, L columns so far, H hidden, V vocabulary, N sampled tokens, S steps of noise ahead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from protocol.errors import EngineError
+from protocol.records import FINISH_EOS, FINISH_LENGTH
+from verifier.logprobs import token_logprobs
+from verifier.sampling import choose, gumbel_noise
+
+BATCH_ROWS = 128
+"""Rows decoded together. Only speed and memory change with it."""
+
+_NOISE_VALUES = 1 << 18
+"""Noise values computed ahead in one call: small vocabularies pay the call once for many steps."""
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """One rollout to sample."""
+
+    prompt: tuple[int, ...]
+    seed: bytes
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One sampled rollout.
+
+    tokens: N ids, the stop token included. logprobs: float32 [N]. states_NH: float32 [N, H], row i is the
+    final-norm state whose logits token i was drawn from. finish: FINISH_EOS or FINISH_LENGTH.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: np.ndarray
+    states_NH: np.ndarray
+    finish: int
+
+
+class Cancelled(EngineError):
+    """The caller went away before the tokens were made."""
+
+
+def decode(
+    model: Any,
+    requests: Sequence[DecodeRequest],
+    *,
+    temperature: float,
+    stop_tokens: Sequence[int],
+    cancelled: Callable[[], bool] = lambda: False,
+    batch_rows: int = BATCH_ROWS,
+) -> list[Decoded]:
+    """Sample every request, in the order given.
+
+    Args:
+        model: a Transformers `...ForCausalLM` in eval mode, with `.model` (returning the final-norm state as
+            `last_hidden_state`) and `.lm_head`.
+        temperature: above 0; the run's.
+        stop_tokens: ids that end a rollout; the id itself is part of it.
+        cancelled: asked before each forward pass.
+
+    Raises:
+        Cancelled: `cancelled` said so.
+    """
+    order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), requests[i].prompt))
+    results: list[Decoded | None] = [None] * len(requests)
+    for start in range(0, len(order), batch_rows):
+        rows = order[start : start + batch_rows]
+        batch = _Batch(model, [requests[i] for i in rows], temperature, stop_tokens)
+        for i, decoded in zip(rows, batch.run(cancelled), strict=True):
+            results[i] = decoded
+    return [r for r in results if r is not None]
+
+
+class _Batch:
+    """Rows that are decoded side by side until each has ended."""
+
+    def __init__(
+        self, model: Any, requests: list[DecodeRequest], temperature: float, stop_tokens: Sequence[int]
+    ) -> None:
+        self._model = model
+        self._requests = requests
+        self._temperature = temperature
+        self._stop = np.asarray(sorted(stop_tokens), dtype=np.int64)
+        self._cache = DynamicCache(config=model.config)
+        self._cache_argument = cache_argument(model)
+        self._vocab = int(model.config.vocab_size)
+
+    @torch.inference_mode()
+    def run(self, cancelled: Callable[[], bool]) -> list[Decoded]:
+        requests = self._requests
+        limits = np.asarray([r.max_new_tokens for r in requests])
+        longest = int(limits.max())
+        state_BH, mask_BL, position_B = self._prefill(cancelled)
+        # Untouched pages of these arrays cost no memory, so a cap far above the usual length is free.
+        tokens = np.empty((len(requests), longest), dtype=np.int64)
+        logprobs = np.empty((len(requests), longest), dtype=np.float32)
+        states = np.empty((len(requests), longest, state_BH.shape[-1]), dtype=np.float32)
+        lengths = np.zeros(len(requests), dtype=np.int64)
+        alive = np.arange(len(requests))
+        noise_BSV, noise_from = torch.empty(0, 0, 0), 0
+        for step in range(longest):
+            if step - noise_from >= noise_BSV.shape[1]:
+                noise_BSV, noise_from = self._noise(alive, step, longest), step
+            logits_BV = self._model.lm_head(state_BH).float()
+            next_B = choose(logits_BV, self._temperature, noise_BSV[:, step - noise_from])
+            ids_B = next_B.numpy()
+            tokens[alive, step] = ids_B
+            logprobs[alive, step] = token_logprobs(logits_BV, next_B, self._temperature).numpy()
+            states[alive, step] = state_BH.float().numpy()
+            lengths[alive] = step + 1
+            keep_B = ~_is_any(ids_B, self._stop) & (step + 1 < limits[alive])
+            if not keep_B.any():
+                break
+            if not keep_B.all():
+                kept = torch.from_numpy(np.flatnonzero(keep_B))
+                self._cache.batch_select_indices(kept)
+                alive, noise_BSV, next_B, position_B = alive[keep_B], noise_BSV[kept], next_B[kept], position_B[kept]
+                mask_BL = None if mask_BL is None else mask_BL[kept]
+            if mask_BL is not None:
+                mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(alive), 1)], dim=1)
+            position_B = position_B + 1
+            state_BH = self._forward(next_B[:, None], mask_BL, position_B[:, None], cancelled)[:, -1]
+        return [
+            Decoded(
+                tuple(tokens[row, :n].tolist()),
+                logprobs[row, :n].copy(),
+                states[row, :n].copy(),
+                FINISH_EOS if tokens[row, n - 1] in self._stop else FINISH_LENGTH,
+            )
+            for row, n in enumerate(lengths)
+        ]
+
+    def _prefill(self, cancelled: Callable[[], bool]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Run each distinct prompt once; return every row's last state, its mask (None: no padding), its position."""
+        distinct = sorted({r.prompt for r in self._requests})
+        width = max(len(p) for p in distinct)
+        ids = torch.zeros(len(distinct), width, dtype=torch.long)
+        mask = torch.zeros(len(distinct), width, dtype=torch.long)
+        for i, prompt in enumerate(distinct):
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, width - len(prompt) :] = 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        padded = bool((mask == 0).any())
+        states = self._forward(ids, mask if padded else None, positions, cancelled)[:, -1]
+        where = {prompt: i for i, prompt in enumerate(distinct)}
+        rows = torch.tensor([where[r.prompt] for r in self._requests])
+        self._cache.batch_select_indices(rows)
+        return states[rows], mask[rows] if padded else None, positions[rows, -1]
+
+    def _forward(
+        self, ids_BL: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cancelled: Callable[[], bool]
+    ) -> torch.Tensor:
+        if cancelled():
+            raise Cancelled("generation was cancelled: whoever asked for it is gone")
+        out = self._model.model(
+            input_ids=ids_BL,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{self._cache_argument: self._cache},
+        )
+        states: torch.Tensor = out.last_hidden_state
+        return states
+
+    def _noise(self, alive: np.ndarray, step: int, longest: int) -> torch.Tensor:
+        """Noise of the next S steps for the rows alive: float32 [B, S, V]."""
+        ahead = max(1, min(longest - step, _NOISE_VALUES // (len(alive) * self._vocab)))
+        seeds = [self._requests[row].seed for row in alive for _ in range(ahead)]
+        first_B = np.asarray([len(self._requests[row].prompt) for row in alive]) + step
+        positions = (first_B[:, None] + np.arange(ahead)[None, :]).reshape(-1)
+        noise_NV = np.asarray(gumbel_noise(seeds, positions, self._vocab))
+        return torch.from_numpy(noise_NV.reshape(len(alive), ahead, self._vocab))
+
+
+def _is_any(ids_B: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    return (ids_B[:, None] == stop[None, :]).any(axis=1)
+
+
+def cache_argument(model: Any) -> str:
+    """The name Transformers gives the cache argument: `cache`, before 5.20 or so `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(model.model.forward).parameters else "past_key_values"

@@ -1,0 +1,24 @@
+"""A child that ends with its parent, and a process that ends in time when asked to.
+
+Linux only: `PR_SET_PDEATHSIG` delivers SIGTERM when the parent's starting thread ends, also after kill -9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when our parent ends; leave at once if it already has."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        sys.exit(0)
