@@ -1,0 +1,249 @@
+"""Sealed segments: the ledger as files of the archive, readable without the database (RULES 9).
+
+File `segment-<first index, 12 digits>.hwl`, big-endian:
+
+    "headwater-segment/1\\0" | run 32 | u64 first index | u32 count
+    | count x (u32 length + entry envelope) | u32 length + tree head envelope | BLAKE3 of all before, 32
+
+The tree head (kind `tree`, a `TreeHead`) covers the whole log up to the segment's last entry, so each segment also
+confirms every one before it. Reading is total: damage is named, never an exception, except a file the operating
+system can't read.
+
+Not covered: signatures of subjects inside entries, and what entries mean (`state`, `verifier.audit`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+
+from protocol.envelope import Envelope, open_envelope
+from protocol.errors import LedgerError, ProtocolError, ReasonCode
+from protocol.files import write_atomic
+from protocol.ledger import ENTRY_KIND, TREE_KIND, Ledger, StoredEntry
+from protocol.limits import MAX_ENVELOPE_BYTES, MIB
+from protocol.manifest import Run
+from protocol.merkle import MerkleLog, leaf_hash
+from protocol.records import LedgerEntry, TreeHead
+
+MAGIC = b"headwater-segment/1\0"
+"""First bytes of a segment. Changing it makes every sealed archive unreadable."""
+
+_HEADER = struct.Struct(">32sQI")
+_LENGTH = struct.Struct(">I")
+_HASH = 32
+
+SEGMENT_ENTRIES = 16_384
+SEGMENT_BYTES = 64 * MIB
+"""A segment closes at whichever comes first. Larger ones cost an auditor memory: a segment is read whole."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing in an archive that does not hold."""
+
+    record: str
+    """What it is about, for example `ledger/17` or `ledger/segment-000000000000.hwl`."""
+    reason: ReasonCode
+    message: str
+
+
+@dataclass(frozen=True)
+class SealedEntry:
+    """One entry whose signature and index hold."""
+
+    index: int
+    envelope: Envelope
+    entry: LedgerEntry
+
+
+@dataclass
+class SealedLog:
+    """What a folder of segments holds: every entry that could be read, and what is wrong with the rest."""
+
+    entries: list[SealedEntry] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    size: int = 0
+    """Leaves seen, damaged ones included."""
+    head: TreeHead | None = None
+    """The newest signed head that matches the leaves."""
+
+
+def segment_name(first: int) -> str:
+    return f"segment-{first:012d}.hwl"
+
+
+def _write_segment(directory: Path, ledger: Ledger, entries: list[StoredEntry]) -> Path:
+    """One whole file, or none."""
+    first = entries[0].index
+    head = ledger.sign_head(ledger.head_at(first + len(entries))).raw
+    parts = [MAGIC, _HEADER.pack(ledger.run, first, len(entries))]
+    for raw in [*(stored.raw_envelope for stored in entries), head]:
+        parts += [_LENGTH.pack(len(raw)), raw]
+    data = b"".join(parts)
+    path = directory / segment_name(first)
+    write_atomic(path, data + blake3(data).digest())
+    return path
+
+
+def _chunks(entries: Iterator[StoredEntry]) -> Iterator[list[StoredEntry]]:
+    chunk: list[StoredEntry] = []
+    size = 0
+    for stored in entries:
+        if len(chunk) >= SEGMENT_ENTRIES or (chunk and size + len(stored.raw_envelope) > SEGMENT_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(stored)
+        size += len(stored.raw_envelope)
+    if chunk:
+        yield chunk
+
+
+def seal_missing(ledger: Ledger, directory: Path) -> list[Path]:
+    """Write every durable entry that no segment holds yet; returns the new files (none when all is sealed).
+
+    Safe at any moment and after any crash: a segment is whole or absent, and the next call continues behind the
+    last one.
+
+    Raises:
+        LedgerError: a segment in `directory` is damaged or belongs to another ledger.
+        OSError: the disk refuses.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for part in directory.glob(".segment-*.part"):
+        part.unlink(missing_ok=True)  # left by a writer that was killed
+    start = 0
+    for path in sorted(directory.glob("segment-*.hwl")):
+        with path.open("rb") as file:
+            header = file.read(len(MAGIC) + _HEADER.size)
+        found = _HEADER.unpack(header[len(MAGIC) :]) if len(header) == len(MAGIC) + _HEADER.size else (b"", 0, 0)
+        run, first, count = found
+        if not header.startswith(MAGIC) or run != ledger.run or first != start or start + count > ledger.durable_size:
+            raise LedgerError(
+                f"{path} does not continue this ledger at entry {start}; the coordinator's operator must move it "
+                "away, it will be written again"
+            )
+        start += count
+    durable = itertools.takewhile(lambda stored: stored.index < ledger.durable_size, ledger.entries(start))
+    return [_write_segment(directory, ledger, chunk) for chunk in _chunks(durable)]
+
+
+def read_segments(directory: Path, run: Run) -> SealedLog:
+    """Read and check a folder of sealed segments against the run's coordinator key.
+
+    Checked: file hashes, every entry's signature, run and index, rising time and incarnation, and every signed tree
+    head against the recomputed root.
+
+    Raises:
+        OSError: a file or the folder can't be read.
+    """
+    reader = _Reader(run)
+    names = sorted(path.name for path in directory.iterdir() if path.name.endswith(".hwl"))
+    for name in names:
+        reader.segment(name, (directory / name).read_bytes())
+    if not names:
+        reader.problem("ledger", ReasonCode.RECORD_MISSING, f"{directory} holds no sealed segment")
+    return reader.log
+
+
+class _Reader:
+    """Carries the log's right edge from one segment to the next."""
+
+    def __init__(self, run: Run) -> None:
+        self.log = SealedLog()
+        self._run = run
+        self._tree = MerkleLog()
+        self._broken = False
+        """A leaf is missing or unreadable, so no later root can be recomputed; reported once, where it broke."""
+        self._time = 0
+        self._incarnation = 0
+
+    def problem(self, record: str, reason: ReasonCode, message: str) -> None:
+        self.log.problems.append(Problem(record, reason, message))
+
+    def segment(self, name: str, data: bytes) -> None:
+        record = f"ledger/{name}"
+        body, check = data[:-_HASH], data[-_HASH:]
+        at = len(MAGIC) + _HEADER.size
+        if len(body) < at or not body.startswith(MAGIC):
+            self._lost(record, "is cut short or is no segment")
+            return
+        if blake3(body).digest() != check:
+            self.problem(record, ReasonCode.HASH_MISMATCH, "the file's bytes differ from the hash at its end")
+        run, first, count = _HEADER.unpack(body[len(MAGIC) : at])
+        if run != self._run.id or name != segment_name(first):
+            self._lost(record, "names another run or another first entry than its file name")
+            return
+        if first != self.log.size:
+            self._lost(record, f"starts at entry {first}, but entry {self.log.size} comes next", missing=True)
+            self.log.size = first
+        pieces = _pieces(body[at:])
+        for index in range(first, first + count):
+            raw = next(pieces, None)
+            if raw is None:
+                self._lost(f"ledger/{index}", f"can't be found in {name}: a length before it is damaged")
+                return
+            self._entry(index, raw)
+        raw_head = next(pieces, None)
+        if raw_head is None or next(pieces, None) is not None:
+            self._lost(record, "does not end with exactly one tree head")
+            return
+        self._head(record, raw_head)
+
+    def _lost(self, record: str, message: str, missing: bool = False) -> None:
+        self._broken = True
+        self.problem(record, ReasonCode.RECORD_MISSING if missing else ReasonCode.LEDGER_BROKEN, message)
+
+    def _entry(self, index: int, raw: bytes) -> None:
+        self.log.size = index + 1
+        self._tree.append(leaf_hash(raw))
+        record = f"ledger/{index}"
+        try:
+            envelope = open_envelope(raw, run=self._run.id, kind=ENTRY_KIND, signer=self._run.manifest.coordinator)
+            entry = envelope.record(LedgerEntry)
+        except ProtocolError as exc:
+            self._broken = True
+            self.problem(record, exc.code, f"the entry does not hold: {exc}")
+            return
+        if entry.index != index:
+            self._lost(record, f"the entry says it is entry {entry.index}")
+            return
+        opens = entry.event == "incarnation"
+        if entry.time < self._time or entry.incarnation != self._incarnation + opens:
+            self.problem(record, ReasonCode.LEDGER_BROKEN, "its time or incarnation does not follow the entry before")
+        self._time = max(self._time, entry.time)
+        self._incarnation = entry.incarnation
+        self.log.entries.append(SealedEntry(index, envelope, entry))
+
+    def _head(self, record: str, raw: bytes) -> None:
+        try:
+            envelope = open_envelope(raw, run=self._run.id, kind=TREE_KIND, signer=self._run.manifest.coordinator)
+            head = envelope.record(TreeHead)
+        except ProtocolError as exc:
+            self.problem(record, exc.code, f"its tree head does not hold: {exc}")
+            return
+        if head.size != self.log.size:
+            self.problem(record, ReasonCode.LEDGER_BROKEN, f"its tree head covers {head.size} entries, not its own end")
+        elif self._broken:
+            return
+        elif head.root != self._tree.root():
+            self._lost(record, "its signed tree head does not match the entries: the log was rewritten")
+        else:
+            self.log.head = head
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """Length-prefixed pieces of `data`; stops where a length points outside."""
+    at = 0
+    while at + _LENGTH.size <= len(data):
+        (size,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if size > MAX_ENVELOPE_BYTES or at + size > len(data):
+            return
+        yield data[at : at + size]
+        at += size
