@@ -46,8 +46,10 @@ def gumbel_noise(seeds: Sequence[bytes], positions: npt.ArrayLike, vocabulary: i
     """
     position_N = np.asarray(positions, dtype=np.uint64).reshape(-1)
     if len(seeds) != len(position_N) or vocabulary < 1:
-        raise VerifierError(f"noise needs one position per seed and a vocabulary, got {len(seeds)} seeds, "
-                            f"{len(position_N)} positions and a vocabulary of {vocabulary}")
+        raise VerifierError(
+            f"noise needs one position per seed and a vocabulary, got {len(seeds)} seeds, "
+            f"{len(position_N)} positions and a vocabulary of {vocabulary}"
+        )
     count = len(seeds)
     key_N2 = np.frombuffer(b"".join(seed[:8] for seed in seeds), dtype=">u4").reshape(count, 2).astype(np.uint64)
     blocks = -(-vocabulary // 4)
@@ -78,7 +80,9 @@ def _gumbel(integers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.negative(integers, out=integers)
 
 
-def _scores(logits_NV: torch.Tensor, temperature: float, noise_NV: torch.Tensor | npt.NDArray[np.float32]) -> torch.Tensor:
+def _scores(
+    logits_NV: torch.Tensor, temperature: float, noise_NV: torch.Tensor | npt.NDArray[np.float32]
+) -> torch.Tensor:
     if not temperature > 0:
         raise VerifierError(f"a temperature of {temperature} cannot be sampled; it must be above 0")
     noise = torch.from_numpy(noise_NV) if isinstance(noise_NV, np.ndarray) else noise_NV
