@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
@@ -55,12 +56,12 @@ class Decoded:
     """
 
     tokens: tuple[int, ...]
-    logprobs: np.ndarray
-    states_NH: np.ndarray
+    logprobs: npt.NDArray[np.float32]
+    states_NH: npt.NDArray[np.float32]  # noqa: N815
     finish: int
 
 
-class Cancelled(EngineError):
+class GenerationCancelledError(EngineError):
     """The caller went away before the tokens were made."""
 
 
@@ -83,7 +84,7 @@ def decode(
         cancelled: asked before each forward pass.
 
     Raises:
-        Cancelled: `cancelled` said so.
+        GenerationCancelledError: `cancelled` said so.
     """
     order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), requests[i].prompt))
     results: list[Decoded | None] = [None] * len(requests)
@@ -175,7 +176,7 @@ class _Batch:
         self, ids_BL: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cancelled: Callable[[], bool]
     ) -> torch.Tensor:
         if cancelled():
-            raise Cancelled("generation was cancelled: whoever asked for it is gone")
+            raise GenerationCancelledError("generation was cancelled: whoever asked for it is gone")
         out = self._model.model(
             input_ids=ids_BL,
             attention_mask=mask,
@@ -186,7 +187,7 @@ class _Batch:
         states: torch.Tensor = out.last_hidden_state
         return states
 
-    def _noise(self, alive: np.ndarray, step: int, longest: int) -> torch.Tensor:
+    def _noise(self, alive: npt.NDArray[np.int64], step: int, longest: int) -> torch.Tensor:
         """Noise of the next S steps for the rows alive: float32 [B, S, V]."""
         ahead = max(1, min(longest - step, _NOISE_VALUES // (len(alive) * self._vocab)))
         seeds = [self._requests[row].seed for row in alive for _ in range(ahead)]
@@ -196,8 +197,9 @@ class _Batch:
         return torch.from_numpy(noise_NV.reshape(len(alive), ahead, self._vocab))
 
 
-def _is_any(ids_B: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    return (ids_B[:, None] == stop[None, :]).any(axis=1)
+def _is_any(ids_B: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = (ids_B[:, None] == stop[None, :]).any(axis=1)
+    return found
 
 
 def cache_argument(model: Any) -> str:

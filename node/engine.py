@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from node.lifeline import die_with_parent
 from protocol import codec
 from protocol.engine import (
     EngineFailure,
@@ -39,7 +40,6 @@ from protocol.engine import (
     read_frame,
 )
 from protocol.errors import EngineError, HeadwaterError, ReasonCode, UsageError
-from node.lifeline import die_with_parent
 
 if TYPE_CHECKING:
     from node.decode import Decoded
@@ -91,9 +91,9 @@ class TransformersEngine:
         files = {name: (directory / name).read_bytes() for name in ("config.json", "tokenizer.json")}
         self.root = b""
         if self.policy is not None and files == self._files:
-            self.policy.load_weights(directory)
+            self.policy.load_weights(directory, root=request.root)
         else:
-            self.policy = load_policy(directory)
+            self.policy = load_policy(directory, root=request.root)
         self._files = files
         self.root = request.root
         return Loaded(root=request.root)
@@ -117,8 +117,7 @@ class TransformersEngine:
             )
         if not (math.isfinite(request.temperature) and request.temperature > 0):
             raise EngineError(f"temperature {request.temperature} is not above 0", ReasonCode.ENGINE_REFUSED)
-        vocab = int(policy.model.config.vocab_size)
-        context = int(policy.model.config.max_position_embeddings)
+        vocab, context = policy.vocabulary, policy.max_context
         for item in request.items:
             ids = read_tokens(item.prompt)
             wrong = None
@@ -150,6 +149,7 @@ class TransformersEngine:
         self, policy: PolicyModel, request: GenerateRequest, decoded: list[Decoded]
     ) -> tuple[GenerateOutput, ...]:
         """The wire form of `decoded`: proofs are built for all of them at once."""
+        from verifier.model import completion_text
         from verifier.toploc import build_many
 
         proofs = build_many([d.states_NH for d in decoded])
@@ -159,7 +159,7 @@ class TransformersEngine:
                 tokens=write_tokens(d.tokens),
                 logprobs=d.logprobs.astype("<f4").tobytes(),
                 finish=d.finish,
-                text=completion_text(policy, d.tokens, request.stop_tokens),
+                text=completion_text(policy.tokenizer, d.tokens, request.stop_tokens),
                 proofs=tuple(chunks),
             )
             for item, d, chunks in zip(request.items, decoded, proofs, strict=True)
@@ -174,13 +174,6 @@ def read_tokens(blob: bytes) -> tuple[int, ...]:
 def write_tokens(ids: tuple[int, ...]) -> bytes:
     """The inverse of `read_tokens`."""
     return b"".join(i.to_bytes(4, "little") for i in ids)
-
-
-def completion_text(policy: PolicyModel, tokens: tuple[int, ...], stop_tokens: tuple[int, ...]) -> str:
-    """The completion as the environment scores it: without the stop token that ended it."""
-    ids = tokens[:-1] if tokens and tokens[-1] in stop_tokens else tokens
-    text: str = policy.tokenizer.decode(list(ids), skip_special_tokens=False)
-    return text
 
 
 class EngineServer:

@@ -90,7 +90,7 @@ class GenerateOutput:
     tokens: Tokens
     logprobs: Floats
     finish: U8
-    text: Note
+    text: Annotated[str, codec.Text(MIB)]
     """The completion as text, stop token left out. The node scores this."""
     proofs: Annotated[tuple[bytes, ...], Seq(Blob(2 + 4 * PROOF_TOPK), MAX_PROOF_CHUNKS)]
 
