@@ -96,9 +96,7 @@ class Chain:
     def __init__(self, manifest: RunManifest | None = None, sink=None) -> None:
         self.manifest = manifest or make_manifest()
         self.run_id = run_id_of(self.manifest)
-        raw = seal(
-            identity("root"), MANIFEST_KIND, self.manifest, run=self.run_id, sequence=1, issued_at=START_MS
-        ).raw
+        raw = seal(identity("root"), MANIFEST_KIND, self.manifest, run=self.run_id, sequence=1, issued_at=START_MS).raw
         self.run = open_manifest(raw)
         self.sink = sink if sink is not None else ListSink()
         self._sequence = 1
@@ -145,7 +143,7 @@ class Chain:
     def lease(self, who: str, step: int = 0, root: bytes = bytes(32), tasks=(0, 1), samples: int = 2, **more) -> bytes:
         lease = Lease(
             lease_id=self.fresh(),
-            manifest=blake3(self.run.envelope.raw).digest(),
+            manifest=self.run_id,
             epoch=0,
             step=step,
             root=root,
@@ -179,7 +177,9 @@ class Chain:
     def verdict(
         self, job_id: bytes, digest: bytes, validator: str, outcomes, round_: int = 1, details: bytes = bytes(32)
     ) -> int:
-        records = tuple(o if isinstance(o, Outcome) else Outcome(o, "holds" if o == ACCEPT else "format") for o in outcomes)
+        records = tuple(
+            o if isinstance(o, Outcome) else Outcome(o, "holds" if o == ACCEPT else "format") for o in outcomes
+        )
         verdict = Verdict(job_id, digest, round_, records, details, 5)
         return self.append("verdict", b"", self.sealed(validator, "verdict", verdict))
 

@@ -1,0 +1,513 @@
+"""The fold: the rules of trust one by one, then the same ledger giving the same state under arbitrary entries."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import codec
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, LedgerEntry, Outcome, Verdict
+from protocol.state import ACCEPTED, DISCARDED, PENDING, REJECTED, UNDECIDED, PolicyHead, RunState, fold
+from shardcast.records import Head
+from tests.archive_builder import START_MS, Chain, identity, make_manifest
+
+A, R, I = ACCEPT, REJECT, INCONCLUSIVE  # noqa: E741
+
+
+def opened(*members):
+    """A run with a policy at step 0 and these (name, role) members."""
+    chain = Chain()
+    chain.open()
+    for who, role in members or [("ann", "inference"), ("val", "validator"), ("vic", "validator")]:
+        chain.join(who, role)
+    chain.policy(0)
+    return chain
+
+
+def state_of(chain):
+    state = fold(chain.sink.entries)
+    assert state.problems == []
+    return state
+
+
+def problems_of(chain):
+    return [text for _, text in fold(chain.sink.entries).problems]
+
+
+def node(state, who):
+    return state.nodes[identity(who).public]
+
+
+def submitted(chain, who="ann", **lease):
+    lease_id = chain.lease(who, **lease)
+    return chain.submit(lease_id), chain.digest_of(lease_id)
+
+
+def judged(chain, outcomes, who="ann", second=None, **lease):
+    """One lease, submitted and judged by val; `second` outcomes by vic when given, drawn as the coordinator does."""
+    number, digest = submitted(chain, who, **lease)
+    first = chain.verdict(chain.job(number, "val"), digest, "val", outcomes)
+    last = first
+    if second is not None:
+        last = chain.verdict(chain.job(number, "vic", 2), digest, "vic", second, 2)
+    return number, last
+
+
+def statuses(state, number):
+    return [outcome.status for outcome in state.submissions[number].outcomes]
+
+
+def test_one_accepting_verdict_decides():
+    chain = opened()
+    number, verdict = judged(chain, [A, A, I, A])
+    state = state_of(chain)
+    assert statuses(state, number) == [ACCEPTED, ACCEPTED, UNDECIDED, ACCEPTED]
+    assert state.submissions[number].verdict_index == verdict
+    assert (node(state, "ann").accepted, node(state, "ann").inconclusive) == (3, 1)
+    assert node(state, "ann").state == "probation"
+
+
+def test_probation_ends_after_enough_accepted_rollouts():
+    chain = opened()
+    for _ in range(4):
+        assert node(state_of(chain), "ann").state == "probation"
+        judged(chain, [A] * 4)
+    assert node(state_of(chain), "ann").state == "active"
+    chain.lease("ann")
+    chain.lease("ann")
+    assert len(node(state_of(chain), "ann").open_leases) == 2
+
+
+def test_a_node_in_probation_has_one_lease_at_a_time():
+    chain = opened()
+    number, _ = submitted(chain)
+    assert "one lease" in state_of(chain).may_lease(identity("ann").public)
+    chain.lease("ann")
+    assert "one lease at a time" in problems_of(chain)[0]
+    assert len(fold(chain.sink.entries).leases) == 1
+    assert statuses(fold(chain.sink.entries), number) == [PENDING] * 4
+
+
+def test_a_first_rejection_only_pauses():
+    chain = opened()
+    number, _ = judged(chain, [A, R, A, A])
+    state = state_of(chain)
+    assert node(state, "ann").state == "paused" and node(state, "ann").reason == "format"
+    assert statuses(state, number) == [PENDING] * 4
+    assert "paused" in state.may_lease(identity("ann").public)
+    chain.lease("ann")
+    assert "paused" in problems_of(chain)[0]
+
+
+def test_a_rejection_that_is_not_repeated_is_forgiven():
+    chain = opened()
+    number, verdict = judged(chain, [A, R, A, A], second=[R, A, A, A])
+    state = state_of(chain)
+    assert statuses(state, number) == [UNDECIDED, UNDECIDED, ACCEPTED, ACCEPTED]
+    assert state.submissions[number].verdict_index == verdict
+    assert node(state, "ann").state == "probation" and node(state, "ann").reason == ""
+
+
+def test_a_repeated_rejection_suspends_and_discards_what_is_undecided():
+    chain = opened()
+    for _ in range(4):
+        judged(chain, [A] * 4)
+    other, digest = submitted(chain)
+    still_open = chain.lease("ann")
+    number, verdict = judged(chain, [A, R, A, A], second=[A, R, R, A])
+    state = state_of(chain)
+    assert statuses(state, number) == [ACCEPTED, REJECTED, UNDECIDED, ACCEPTED]
+    assert statuses(state, other) == [DISCARDED] * 4
+    ann = node(state, "ann")
+    assert (ann.state, ann.suspended_index, ann.reason, ann.rejected) == ("suspended", verdict, "format", 1)
+    # nothing that comes later changes that: not an accepting verdict, not a late submission
+    chain.verdict(chain.job(other, "val"), digest, "val", [A] * 4)
+    late = chain.submit(still_open)
+    state = state_of(chain)
+    assert node(state, "ann").state == "suspended"
+    assert statuses(state, other) == statuses(state, late) == [DISCARDED] * 4
+    assert 1 in state.submissions[other].verdicts, "the verdict is kept for the audit"
+
+
+def test_a_second_draw_ahead_of_time_is_waited_for():
+    chain = opened()
+    number, digest = submitted(chain)
+    job = chain.job(number, "val")
+    second = chain.job(number, "vic", 2)
+    chain.verdict(job, digest, "val", [A] * 4)
+    assert statuses(state_of(chain), number) == [PENDING] * 4
+    chain.verdict(second, digest, "vic", [A, A, I, R], 2)
+    state = state_of(chain)
+    assert statuses(state, number) == [ACCEPTED, ACCEPTED, UNDECIDED, UNDECIDED]
+    assert node(state, "ann").state == "probation"
+
+
+def test_verdicts_may_arrive_in_either_order():
+    chain = opened()
+    number, digest = submitted(chain)
+    job, second = chain.job(number, "val"), chain.job(number, "vic", 2)
+    chain.verdict(second, digest, "vic", [R, A, A, A], 2)
+    assert node(state_of(chain), "ann").state == "paused"
+    chain.verdict(job, digest, "val", [R, A, A, A])
+    assert node(state_of(chain), "ann").state == "suspended"
+
+
+def test_a_vanished_validators_job_is_drawn_again():
+    chain = opened()
+    number, digest = submitted(chain)
+    first = chain.job(number, "val")
+    again = chain.job(number, "vic")
+    chain.verdict(again, digest, "vic", [A] * 4)
+    state = state_of(chain)
+    assert statuses(state, number) == [ACCEPTED] * 4
+    chain.verdict(first, digest, "val", [R] * 4)
+    assert "no such job is open" in problems_of(chain)[0]
+    assert statuses(fold(chain.sink.entries), number) == [ACCEPTED] * 4
+
+
+def test_a_verdict_counts_only_from_whom_it_was_drawn_and_for_these_bytes():
+    chain = opened()
+    number, digest = submitted(chain)
+    job = chain.job(number, "val")
+    chain.verdict(job, digest, "vic", [R] * 4)
+    chain.verdict(job, bytes(32), "val", [R] * 4)
+    chain.verdict(job, digest, "val", [R] * 3)
+    chain.verdict(job, digest, "val", [Outcome(7, "x")] * 4)
+    chain.verdict(job, digest, "val", [R] * 4, round_=2)
+    assert len(problems_of(chain)) == 5
+    assert node(fold(chain.sink.entries), "ann").state == "probation"
+
+
+def test_the_second_validator_is_another_one_and_admitted():
+    chain = opened(("ann", "inference"), ("val", "validator"), ("bob", "inference"))
+    number, _ = submitted(chain)
+    chain.job(number, "val")
+    chain.job(number, "val", 2)
+    chain.job(number, "bob", 2)
+    chain.job(number, "stranger", 2)
+    assert len(problems_of(chain)) == 3
+    assert list(fold(chain.sink.entries).submissions[number].jobs) == [1]
+
+
+def test_an_expired_lease_is_issued_again_under_its_nonce():
+    chain = opened(("ann", "inference"), ("bob", "inference"), ("val", "validator"))
+    first = chain.lease("ann")
+    chain.close_lease(first)
+    again = chain.lease("bob", nonce=chain.leases[first].nonce)
+    state = state_of(chain)
+    assert state.leases[first].status == "closed" and state.leases[first].reason == "expired"
+    assert state.leases[again].reissue_of == first and state.leases[again].owner == identity("bob").public
+    chain.submit(first)
+    chain.close_lease(again)
+    chain.lease("bob", nonce=chain.leases[first].nonce, tasks=(5, 6))
+    assert ["no open lease" in problems_of(chain)[0], "other tasks" in problems_of(chain)[1]] == [True, True]
+
+
+def test_a_batch_holds_accepted_rollouts_once():
+    chain = opened()
+    number, verdict = judged(chain, [A, A, I, A])
+    chain.batch(0, [(number, verdict, 0), (number, verdict, 1)])
+    state = state_of(chain)
+    assert state.trained == {(number, 0), (number, 1)} and state.batches[0].closed.step == 0
+    chain.batch(0, [(number, verdict, 3)])
+    chain.batch(1, [(number, verdict, 0)])
+    chain.batch(1, [(number, verdict, 2)])
+    chain.batch(1, [(number, verdict + 1, 3)])
+    chain.batch(1, [(number, verdict, 9)])
+    chain.batch(1, [(number, verdict, 3), (number, verdict, 3)])
+    assert len(problems_of(chain)) == 6
+    assert fold(chain.sink.entries).trained == {(number, 0), (number, 1)}
+
+
+def test_the_same_tokens_are_not_trained_under_a_second_lease():
+    chain = opened(("ann", "inference"), ("bob", "inference"), ("val", "validator"))
+    number, verdict = judged(chain, [A] * 4)
+    nonce = next(iter(chain.leases.values())).nonce
+    again, second = judged(chain, [A] * 4, who="bob", nonce=nonce)
+    chain.batch(0, [(number, verdict, 0)])
+    chain.batch(1, [(again, second, 0)])
+    assert "trained twice" in problems_of(chain)[0]
+
+
+def test_a_suspended_nodes_rollouts_enter_no_batch():
+    chain = opened()
+    number, verdict = judged(chain, [A] * 4)
+    judged(chain, [R] * 4, second=[R] * 4)
+    chain.batch(0, [(number, verdict, 0)])
+    assert "suspended node" in problems_of(chain)[0]
+
+
+def test_policies_only_rise_and_have_one_root():
+    chain = opened()
+    chain.policy(1, b"\x01" * 32)
+    chain.policy(1, b"\x01" * 32)
+    chain.policy(0, bytes(32), epoch=1)
+    state = state_of(chain)
+    assert (state.newest_policy.epoch, state.newest_policy.step) == (1, 0)
+    assert set(state.policies) == {(0, 0), (0, 1), (1, 0)}
+    chain.policy(1, b"\x02" * 32)
+    chain.policy(2, b"\x02" * 32)
+    assert len(problems_of(chain)) == 2
+
+
+def test_leases_name_a_known_policy_and_a_known_node():
+    chain = opened()
+    chain.lease("ann", step=7)
+    chain.lease("ann", root=b"\x09" * 32)
+    chain.lease("nobody")
+    chain.lease("val")
+    chain.lease("ann", tasks=(1, 1))
+    chain.lease("ann", samples=1_000_000)
+    assert len(problems_of(chain)) == 6 and fold(chain.sink.entries).leases == {}
+
+
+def test_a_key_keeps_its_role_and_may_join_again():
+    chain = opened()
+    chain.join("ann", "inference")
+    assert len(state_of(chain).nodes) == 3
+    chain.join("ann", "relay")
+    assert "one role" in problems_of(chain)[0]
+
+
+def test_nothing_comes_before_the_run_is_opened_and_nothing_opens_it_twice():
+    chain = Chain()
+    chain.join("ann", "inference")
+    chain.open()
+    chain.open()
+    chain.append("no.such.event")
+    chain.finish(3)
+    state = fold(chain.sink.entries)
+    assert len(state.problems) == 3 and state.nodes == {} and state.finished.steps == 3
+
+
+def test_entries_out_of_order_are_refused():
+    chain = opened()
+    state = RunState()
+    for index, entry in enumerate(chain.sink.entries):
+        state.apply(index, entry)
+    before = len(state.nodes)
+    state.apply(1, chain.sink.entries[1])
+    assert len(state.problems) == 1 and len(state.nodes) == before
+
+
+def test_the_folds_view_of_a_head_is_the_publications_head():
+    head = Head(3, 9, b"p" * 16, b"m" * 32, b"r" * 32, 0)
+    assert codec.decode(PolicyHead, codec.encode(head)) == PolicyHead(3, 9, b"p" * 16, b"m" * 32, b"r" * 32)
+
+
+# --- properties ---------------------------------------------------------------------------------------------------
+
+NAMES = ["ann", "bob", "cat", "val", "vic", "vin"]
+small = st.integers(0, 7)
+outcome = st.sampled_from([A, A, A, R, I])
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("join"), small, small),
+        st.tuples(st.just("policy"), small, small),
+        st.tuples(st.just("lease"), small, small),
+        st.tuples(st.just("again"), small, small),
+        st.tuples(st.just("close"), small, small),
+        st.tuples(st.just("submit"), small, small),
+        st.tuples(st.just("job"), small, small),
+        st.tuples(st.just("verdict"), small, st.lists(outcome, min_size=4, max_size=4)),
+        st.tuples(st.just("honest"), small, st.lists(outcome, min_size=4, max_size=4)),
+        st.tuples(st.just("batch"), small, small),
+    ),
+    max_size=60,
+)
+
+
+def play(commands):
+    """Turn commands into entries, allowed ones and forbidden ones alike."""
+    chain = Chain(make_manifest(leases=make_manifest().leases))
+    chain.open()
+    for who in NAMES:
+        chain.join(who, "validator" if who.startswith("v") else "inference")
+    chain.policy(0)
+    jobs, submissions, leases = [], [], []
+    for name, x, y in commands:
+        who = NAMES[x % 6]
+        if name == "join":
+            chain.join(who, ["inference", "validator", "relay"][y % 3])
+        elif name == "policy":
+            chain.policy(x, bytes([y]) * 32)
+        elif name == "lease":
+            leases.append(chain.lease(NAMES[x % 3], step=0 if y < 6 else y))
+        elif name == "again" and leases:
+            leases.append(chain.lease(NAMES[x % 3], nonce=chain.leases[leases[y % len(leases)]].nonce))
+        elif name == "close" and leases:
+            chain.close_lease(leases[-1 - x % len(leases)])
+        elif name == "submit" and leases:
+            lease_id = leases[-1 - x % min(2, len(leases))]
+            submissions.append((chain.submit(lease_id), chain.digest_of(lease_id)))
+        elif name == "job" and submissions:
+            number, digest = submissions[-1 - x % len(submissions)]
+            jobs.append((chain.job(number, NAMES[3 + x % 3], 1 + y % 2), digest, NAMES[3 + x % 3], 1 + y % 2))
+        elif name == "verdict" and jobs:
+            job, digest, validator, round_ = jobs[-1 - x % len(jobs)]
+            chain.verdict(job, digest, validator if x < 6 else "val", y, round_)
+        elif name == "honest":
+            number, _ = judged(chain, y, NAMES[x % 3], second=y if x % 2 else None)
+            submissions.append((number, b""))
+        elif name == "batch":
+            state = fold(chain.sink.entries)
+            ready = [
+                (s.index, s.verdict_index or 0, i) for s in state.submissions.values() for i in range(len(s.outcomes))
+            ]
+            chain.batch(x, ready[y :: 1 + y])
+    return chain.sink.entries
+
+
+def check_invariants(state, entries):
+    for member in state.nodes.values():
+        own = [s for s in state.submissions.values() if s.owner == member.key]
+        flat = [o.status for s in own for o in s.outcomes]
+        assert member.accepted == flat.count(ACCEPTED)
+        assert member.rejected == flat.count(REJECTED)
+        assert member.inconclusive == flat.count(UNDECIDED)
+        assert {s.index for s in own if s.verdict_index is None and s.outcomes[0].status == PENDING} == member.undecided
+        assert (member.state == "suspended") == (member.rejected > 0)
+        if member.suspended_index is not None:
+            assert all(
+                lease.index < member.suspended_index for lease in state.leases.values() if lease.owner == member.key
+            )
+    for submission in state.submissions.values():
+        two = submission.verdicts.get(1), submission.verdicts.get(2)
+        if any(o.status == REJECTED for o in submission.outcomes):
+            assert two[0].validator != two[1].validator
+        for position, result in enumerate(submission.outcomes):
+            given_ = [v.verdict.outcomes[position].outcome for v in submission.verdicts.values()]
+            if result.status == ACCEPTED:
+                assert given_ and set(given_) == {A}
+            if result.status == REJECTED:
+                assert given_ == [R, R]
+    for number, position in state.trained:
+        assert state.submissions[number].outcomes[position].status == ACCEPTED
+    assert sum(len(b.closed.entries) for b in state.batches.values()) == len(state.trained)
+    assert state.size == len(entries)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps, st.integers(0, 200))
+def test_property_any_history_keeps_the_rules_and_folds_the_same(commands, cut):
+    entries = play(commands)
+    state = fold(entries)
+    check_invariants(state, entries)
+    assert state == fold(entries)
+    resumed = fold(entries[:cut])
+    for index, entry in enumerate(entries[:cut]):
+        assert entry is entries[index]
+    for index in range(min(cut, len(entries)), len(entries)):
+        resumed.apply(index, entries[index])
+    assert resumed == state
+
+
+events = st.sampled_from(
+    [
+        "run.opened",
+        "incarnation",
+        "grant",
+        "node.joined",
+        "policy",
+        "lease",
+        "lease.closed",
+        "submission",
+        "job",
+        "verdict",
+        "batch",
+        "run.finished",
+        "unheard-of",
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(events, st.binary(max_size=120), st.binary(max_size=300), st.integers(0, 2**64 - 1)), max_size=8
+    ),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 2000), st.integers(0, 255)), max_size=8),
+    st.lists(st.integers(0, 60), max_size=6),
+)
+def test_property_arbitrary_entries_never_raise(foreign, flips, swaps):
+    """Random bytes, flipped bytes in real entries, and entries under another event's name."""
+    entries = list(BASE)
+    for which, at, value in flips:
+        entry = entries[which % len(entries)]
+        subject = bytearray(entry.subject or entry.body)
+        if subject:
+            subject[at % len(subject)] = value
+        entries[which % len(entries)] = LedgerEntry(
+            entry.index,
+            entry.incarnation,
+            entry.time,
+            entry.event,
+            entry.body if entry.subject else bytes(subject),
+            bytes(subject) if entry.subject else b"",
+        )
+    for event, body, subject, number in foreign:
+        entries.insert(number % len(entries), LedgerEntry(number, number, number, event, body, subject))
+    for which in swaps:
+        one, two = entries[which % len(entries)], entries[(which * 7 + 3) % len(entries)]
+        entries[which % len(entries)] = LedgerEntry(one.index, 0, one.time, two.event, one.body, one.subject)
+    renumbered = [LedgerEntry(i, e.incarnation, e.time, e.event, e.body, e.subject) for i, e in enumerate(entries)]
+    for version in (entries, renumbered):
+        state = fold(version)
+        assert state.size == len(version)
+        assert state == fold(version)
+    check_invariants(fold(renumbered), renumbered)
+
+
+def base_entries():
+    commands = [
+        *(("honest", i % 3, [A, A, A, A]) for i in range(6)),
+        ("batch", 0, 0),
+        ("honest", 1, [R, A, A, A]),
+        ("lease", 0, 0),
+        ("submit", 0, 0),
+        ("job", 0, 0),
+        ("close", 0, 0),
+    ]
+    return play(commands)
+
+
+BASE = base_entries()
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_the_state_does_not_depend_on_the_process(hash_seed):
+    """Python's string hashing differs between processes; the state must not."""
+    code = "from tests.test_protocol_state import BASE, dump, fold; print(dump(fold(BASE)))"
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        check=True,
+    )
+    assert out.stdout.strip() == dump(fold(BASE))
+
+
+def dump(value):
+    """A canonical text of a state: containers in sorted order, everything else by repr."""
+    if isinstance(value, dict):
+        return "{" + ",".join(sorted(f"{dump(k)}:{dump(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, set):
+        return "{" + ",".join(sorted(map(dump, value))) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(dump, value)) + "]"
+    if hasattr(value, "__dict__"):
+        return type(value).__name__ + dump(vars(value))
+    return repr(value)
+
+
+def test_the_base_history_exercises_the_rules():
+    state = fold(BASE)
+    assert {n.state for n in state.nodes.values() if n.role == "inference"} == {"probation", "suspended"}
+    assert state.trained and state.batches
+    assert isinstance(next(iter(state.submissions.values())).verdicts[1].verdict, Verdict)
+    assert state.time > START_MS
