@@ -1,0 +1,276 @@
+"""Batches: which groups the learner gets next, and the file it reads.
+
+Choosing is pure: whole accepted groups, fresh enough, oldest first. Building reads the submission and the details of
+the verdict that decided it; the file is a function of ledger and archive, so a batch whose file was lost between its
+ledger entry and the write is built again, byte for byte, and compared with the digest in the ledger.
+
+Prompts are tokenised with the model's own tokenizer.json through `tokenizers`; nothing here imports torch.
+
+Not covered: advantages and losses (the learner), whether a verdict is right (`verifier`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zstandard
+from blake3 import blake3
+
+from protocol import codec
+from protocol.errors import DecodeError, LedgerError, ProtocolError, ReasonCode, UsageError
+from protocol.manifest import Run
+from protocol.records import (
+    ACCEPT,
+    Batch,
+    BatchClosed,
+    BatchEntry,
+    Lease,
+    Rollout,
+    RolloutDetail,
+    Submission,
+    TrainingRollout,
+    Verdict,
+    VerdictDetails,
+)
+from protocol.seeds import group_id
+from protocol.state import RunState, SubmissionState
+from trainer.leases import batch_rollouts
+from trainer.window import Group, Window
+
+PromptIds = Callable[[bytes, int], bytes]
+"""(environment digest, task index) -> the prompt's token ids, u32 little-endian."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the archive keeps what batches are made from."""
+
+    run_dir: Path
+
+    def submission(self, lease_id: bytes) -> Path:
+        return self.run_dir / "submissions" / f"{lease_id.hex()}.hws"
+
+    def details(self, lease_id: bytes, round_number: int) -> Path:
+        return self.run_dir / "submissions" / f"{lease_id.hex()}.{round_number}.hwv"
+
+    def batch(self, step: int) -> Path:
+        return self.run_dir / "batches" / f"step-{step:08d}.hwb"
+
+
+def choose(state: RunState, window: Window) -> list[Group]:
+    """The groups of the next batch, oldest first; empty while it cannot close.
+
+    Batch b closes when the policy of step b - 1 is published, so the learner is at most one batch behind, and enough
+    whole groups are there. A group counts when all its rollouts were accepted, its policy is at most `max_staleness`
+    steps older than b, its owner is not suspended, and it was not used.
+    """
+    manifest = state.manifest
+    assert manifest is not None
+    step = window.batches
+    if step >= manifest.steps or state.newest_policy is None or state.newest_policy.step < step - 1:
+        return []
+    chosen: list[Group] = []
+    wanted = batch_rollouts(manifest)
+    for lease_id in sorted(window.live, key=lambda lease: _age(state, lease)):
+        if not window.fresh(state.leases[lease_id]):
+            continue
+        for group in window.groups(lease_id):
+            if group.status == "accepted":
+                chosen.append(group)
+                wanted -= len(group.rollouts)
+            if wanted <= 0:
+                return chosen
+    return []
+
+
+def _age(state: RunState, lease_id: bytes) -> tuple[int, int]:
+    """Oldest policy first, then order of submission: what would go stale next is used next."""
+    lease = state.leases[lease_id]
+    return lease.lease.step, lease.index
+
+
+def entries_of(state: RunState, groups: Iterable[Group]) -> tuple[BatchEntry, ...]:
+    """The ledger's naming of these groups: submission, deciding verdict, position."""
+    out = []
+    for group in groups:
+        index = state.leases[group.lease_id].submission
+        verdict = None if index is None else state.submissions[index].verdict_index
+        if index is None or verdict is None:
+            raise LedgerError("a group without submission or verdict was chosen for a batch", ReasonCode.BATCH_WRONG)
+        out += [BatchEntry(index, verdict, rollout) for rollout in group.rollouts]
+    return tuple(out)
+
+
+def build(
+    run: Run,
+    state: RunState,
+    files: Files,
+    step: int,
+    epoch: int,
+    entries: Iterable[BatchEntry],
+    prompt_ids: PromptIds,
+) -> bytes:
+    """The bytes of one batch file.
+
+    Raises:
+        LedgerError: a submission or verdict that the ledger names is missing or differs in the archive.
+    """
+    read: dict[int, Judged] = {}
+    rollouts = []
+    for entry in entries:
+        judged = read.get(entry.submission)
+        if judged is None:
+            judged = read[entry.submission] = read_judged(state, files, entry.submission)
+        rollouts.append(judged.training(entry, prompt_ids))
+    return codec.encode(Batch(run.id, epoch, step, tuple(rollouts)))
+
+
+def closed(step: int, epoch: int, entries: tuple[BatchEntry, ...], raw: bytes) -> BatchClosed:
+    """The ledger's record of a built batch."""
+    return BatchClosed(step, epoch, entries, blake3(raw).digest())
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A submission with the details of the verdict that decided it."""
+
+    index: int
+    lease: Lease
+    rollouts: tuple[Rollout, ...]
+    details: tuple[RolloutDetail, ...]
+
+    def training(self, entry: BatchEntry, prompt_ids: PromptIds) -> TrainingRollout:
+        rollout, detail = self.rollouts[entry.rollout], self.details[entry.rollout]
+        task = self.lease.tasks[entry.rollout // self.lease.samples]
+        return TrainingRollout(
+            submission=entry.submission,
+            verdict=entry.verdict,
+            rollout=entry.rollout,
+            group=group_id(self.lease.nonce, task),
+            epoch=self.lease.epoch,
+            step=self.lease.step,
+            prompt=prompt_ids(self.lease.environment, task),
+            tokens=rollout.tokens,
+            logprobs=detail.logprobs,
+            reward=detail.reward,
+        )
+
+
+def read_judged(state: RunState, files: Files, index: int) -> Judged:
+    """Read a decided submission and its verdict's details from the archive, checking both hashes.
+
+    Raises:
+        LedgerError: missing, or not what the ledger names.
+    """
+    submission = state.submissions[index]
+    lease = state.leases[submission.lease_id].lease
+    deciding = next(
+        (number for number, held in submission.verdicts.items() if held.index == submission.verdict_index), None
+    )
+    if deciding is None:
+        raise LedgerError(f"submission {index} has no deciding verdict", ReasonCode.BATCH_WRONG)
+    verdict = submission.verdicts[deciding].verdict
+    upload = _read(files.submission(submission.lease_id), submission.intent.digest, f"submission/{index}")
+    noted = _read(files.details(submission.lease_id, deciding), verdict.details, f"verdict/{submission.verdict_index}")
+    try:
+        opened = open_submission(upload, submission)
+        details = codec.decode(VerdictDetails, noted)
+    except ProtocolError as exc:
+        raise LedgerError(f"submission/{index} does not open again: {exc}", exc.code) from exc
+    return Judged(index, lease, opened.rollouts, details.rollouts)
+
+
+def _read(path: Path, digest: bytes, record: str) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError as exc:
+        raise LedgerError(
+            f"{record} is in the ledger but {path} is missing; the operator must restore the run directory",
+            ReasonCode.RECORD_MISSING,
+        ) from exc
+    if blake3(raw).digest() != digest:
+        raise LedgerError(
+            f"{path} is not what the ledger names as {record}; the operator must restore the run directory",
+            ReasonCode.HASH_MISMATCH,
+        )
+    return raw
+
+
+def open_submission(raw: bytes, submission: SubmissionState) -> Submission:
+    """Decompress and decode an upload whose hash was checked.
+
+    Raises:
+        DecodeError: the frame declares another size than the intent, or holds no submission.
+    """
+    declared = submission.intent.raw_length
+    try:
+        if zstandard.frame_content_size(raw) != declared:
+            raise DecodeError("the zstd frame declares another size than the intent", ReasonCode.LENGTH_MISMATCH)
+        opened = zstandard.ZstdDecompressor(max_window_size=1 << 23).decompress(raw, max_output_size=declared)
+    except zstandard.ZstdError as exc:
+        raise DecodeError(f"the submission does not decompress: {exc}") from exc
+    if len(opened) != declared:
+        raise DecodeError("the submission has another size than its intent", ReasonCode.LENGTH_MISMATCH)
+    return codec.decode(Submission, opened)
+
+
+def check_details(
+    verdict: Verdict, raw: bytes, submission: SubmissionState, lease: Lease, upload: Callable[[], bytes]
+) -> None:
+    """Refuse a verdict whose details could not make a batch.
+
+    Args:
+        raw: the attachment, codec bytes of `VerdictDetails`.
+        upload: reads the submission's compressed bytes; called only when something was accepted.
+
+    Raises:
+        DecodeError: details of another hash or shape, or an accepted rollout that is no rollout of this lease.
+    """
+    if blake3(raw).digest() != verdict.details:
+        raise DecodeError("the details are not the ones the verdict names", ReasonCode.HASH_MISMATCH)
+    details = codec.decode(VerdictDetails, raw)
+    expected = len(lease.tasks) * lease.samples
+    if len(details.rollouts) != expected or len(verdict.outcomes) != expected:
+        raise DecodeError(f"the lease has {expected} rollouts, the verdict speaks of {len(verdict.outcomes)}")
+    accepted = [i for i, outcome in enumerate(verdict.outcomes) if outcome.outcome == ACCEPT]
+    if not accepted:
+        return
+    rollouts = open_submission(upload(), submission).rollouts
+    for position in accepted:
+        if position >= len(rollouts):
+            raise DecodeError(f"rollout {position} was accepted but never submitted")
+        rollout, detail = rollouts[position], details.rollouts[position]
+        if (rollout.task, rollout.sample) != (lease.tasks[position // lease.samples], position % lease.samples):
+            raise DecodeError(f"rollout {position} was accepted but is another task or sample")
+        if not rollout.tokens or len(detail.logprobs) != len(rollout.tokens):
+            raise DecodeError(f"rollout {position} has {len(rollout.tokens) // 4} tokens, its details another number")
+
+
+def tokenizer_prompts(model_dir: Path, prompts: Callable[[bytes, int], str]) -> PromptIds:
+    """Prompt ids through the model's tokenizer.json, remembered for the last 4096 tasks.
+
+    Args:
+        prompts: (environment digest, task index) -> the prompt's text.
+
+    Raises:
+        UsageError: no usable tokenizer.json.
+    """
+    from functools import lru_cache
+
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    path = model_dir / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as exc:
+        raise UsageError(f"{path} is no tokenizer ({exc}); the operator must restore the run directory") from exc
+
+    @lru_cache(maxsize=4096)
+    def ids(environment: bytes, task: int) -> bytes:
+        encoded = tokenizer.encode(prompts(environment, task), add_special_tokens=False)
+        return np.asarray(encoded.ids, dtype="<u4").tobytes()
+
+    return ids

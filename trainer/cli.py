@@ -1,0 +1,182 @@
+"""`trainer`: make a run, serve it, learn, and show it. Each subcommand imports what it needs when it runs.
+
+Exit codes: 0 done, 1 ran and did not succeed, 2 could not start (usage, port, keys, lock), 130 interrupted.
+Errors go to stderr with cause, fix and who must act; with `--json` as one object {"error": {code, message}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.errors import HeadwaterError, UsageError
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    command: Command | None = getattr(args, "run_command", None)
+    if command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return command(args)
+    except UsageError as exc:
+        return _fail(args, exc, 2)
+    except HeadwaterError as exc:
+        return _fail(args, exc, 2 if exc.code.value == "ledger-locked" else 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def _fail(args: argparse.Namespace, exc: HeadwaterError, code: int) -> int:
+    if getattr(args, "json", False):
+        sys.stdout.write(json.dumps({"error": {"code": exc.code.value, "message": str(exc)}}) + "\n")
+    sys.stderr.write(f"trainer {args.command}: {exc}\n")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainer",
+        description="Reinforcement learning from rollouts that were checked.",
+        epilog="example: trainer demo --cheats quantised,reward",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add(commands, "init", _init, "make a run directory", "trainer init runs/first --preset tiny", _init_arguments)
+    _add(commands, "serve", _serve, "run the coordinator", "trainer serve runs/first/run.toml", _config_argument)
+    _add(commands, "learn", _learn, "run the learner", "trainer learn runs/first/run.toml", _config_argument)
+    _add(commands, "sft", _sft, "run the supervised stage alone", "trainer sft runs/first/run.toml", _config_argument)
+    _add(commands, "demo", _demo, "the whole system on this machine", "trainer demo --nodes 3 --cheats replay", None)
+    _add(commands, "status", _status, "show where a run stands", "trainer status runs/first", _status_arguments)
+    return parser
+
+
+def _add(
+    commands: Any,
+    name: str,
+    command: Command,
+    about: str,
+    example: str,
+    arguments: Callable[[argparse.ArgumentParser], None] | None,
+) -> None:
+    sub = commands.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"example: {example}"
+    )
+    if arguments is None:
+        from trainer import demo
+
+        demo.add_arguments(sub)
+    else:
+        arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    sub.set_defaults(run_command=command)
+
+
+def _config_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="RUN.TOML", help="run.toml of the run, or its directory")
+
+
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="RUN", help="run directory, or its run.toml")
+
+
+def _init_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", type=Path, metavar="DIR", help="where the run goes; must hold none yet")
+    parser.add_argument("--preset", default="tiny", choices=("tiny", "smollm2"), help="model and its settings")
+    parser.add_argument("--steps", type=int, default=None, help="optimiser steps (default: the preset's)")
+    parser.add_argument("--environments", default=None, metavar="A,B", help="for example word/reverse,word/sort")
+    parser.add_argument("--seed", type=int, default=0, help="the learner's seed")
+    parser.add_argument("--control-port", type=int, default=None, help="libp2p port (default: a free one)")
+    parser.add_argument("--ingress-port", type=int, default=None, help="HTTP port (default: a free one)")
+    parser.add_argument("--origin-port", type=int, default=None, help="port of the origin (default: a free one)")
+    parser.add_argument("--validator", action="append", default=[], metavar="PEER", help="peer id to admit; repeatable")
+    parser.add_argument("--relay", action="append", default=[], metavar="PEER", help="peer id to admit; repeatable")
+
+
+def _init(args: argparse.Namespace) -> int:
+    from protocol.errors import ProtocolError
+    from protocol.identity import parse_peer_id
+    from trainer.init import make_run
+
+    try:
+        validators = [parse_peer_id(text) for text in args.validator]
+        relays = [parse_peer_id(text) for text in args.relay]
+    except ProtocolError as exc:
+        raise UsageError(f"--validator and --relay take peer ids (`node id` prints one): {exc}") from exc
+    run = make_run(
+        args.dir,
+        preset=args.preset,
+        steps=args.steps,
+        environment=args.environments,
+        seed=args.seed,
+        control_port=args.control_port,
+        ingress_port=args.ingress_port,
+        origin_port=args.origin_port,
+        validators=validators,
+        relays=relays,
+    )
+    if args.json:
+        sys.stdout.write(json.dumps({"run": run.id.hex(), "directory": str(args.dir)}) + "\n")
+        return 0
+    sys.stdout.write(
+        f"made run {run.id.hex()} in {args.dir}\n"
+        f"  share code       {args.dir}/join.hw\n"
+        f"  keep offline     {args.dir}/keys/root.pem\n"
+        f"next: trainer serve {args.dir}/run.toml\n"
+    )
+    return 0
+
+
+def _load(args: argparse.Namespace) -> RunConfig:
+    from trainer import config
+
+    return config.load(args.config)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from trainer import coordinator
+
+    return coordinator.main(_load(args), as_json=args.json)
+
+
+def _learn(args: argparse.Namespace) -> int:
+    from trainer import learner
+
+    return learner.main(_load(args), as_json=args.json)
+
+
+def _sft(args: argparse.Namespace) -> int:
+    from trainer import sft
+
+    return sft.main(_load(args), as_json=args.json)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from trainer import demo
+
+    return demo.main(args)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from trainer import status
+
+    picture = status.read_status(_load(args).run_dir)
+    sys.stdout.write(json.dumps(picture) + "\n" if args.json else status.as_text(picture))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

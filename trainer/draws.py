@@ -1,0 +1,64 @@
+"""Which validator judges a submission, and whether a second one does: keyed draws that nobody else can predict.
+
+Each draw is BLAKE3 keyed with the coordinator's secret over (purpose, submission digest, ledger index, round,
+attempt), so it is independent of who submitted and of earlier draws, and can be recomputed by whoever holds the key.
+
+Not covered: commit and reveal of the secret per epoch (RULES 6); until then the draws are the coordinator's word.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+
+from blake3 import blake3
+
+SECOND_DRAW_IN_PROBATION = 4.0
+"""A node in probation is checked by a second validator this many times as often as an active one."""
+
+
+def keyed(secret: bytes, purpose: str, *parts: bytes | int) -> bytes:
+    """32 bytes from the secret (32 bytes); integers enter as u64 big-endian, every part with its length."""
+    raw = purpose.encode() + b"\0"
+    for part in parts:
+        piece = part if isinstance(part, bytes) else struct.pack(">Q", part)
+        raw += struct.pack(">I", len(piece)) + piece
+    return blake3(raw, key=secret).digest()
+
+
+def draw_validator(
+    secret: bytes, digest: bytes, submission: int, round_number: int, attempt: int, candidates: Collection[bytes]
+) -> bytes | None:
+    """One of `candidates` (public keys), uniformly; None when there is none.
+
+    Args:
+        digest: the submission's BLAKE3, 32 bytes.
+        submission: its ledger index.
+        attempt: jobs drawn before for this round; another attempt is another draw.
+    """
+    ordered = sorted(candidates)
+    if not ordered:
+        return None
+    number = int.from_bytes(keyed(secret, "validator", digest, submission, round_number, attempt)[:16], "big")
+    return ordered[number % len(ordered)]
+
+
+def job_id(secret: bytes, submission: int, round_number: int, attempt: int) -> bytes:
+    """16 bytes naming one draw."""
+    return keyed(secret, "job", submission, round_number, attempt)[:16]
+
+
+def job_token(secret: bytes, job: bytes) -> bytes:
+    """The 16-byte capability to fetch a job's bytes; only the drawn validator is told."""
+    return keyed(secret, "token", job)[:16]
+
+
+def wants_second(secret: bytes, digest: bytes, submission: int, rate: float, probation: bool) -> bool:
+    """Whether a second validator checks this submission whatever the first one says.
+
+    Args:
+        rate: share of an active node's submissions, 0..1; four times that in probation.
+    """
+    share = min(1.0, rate * (SECOND_DRAW_IN_PROBATION if probation else 1.0))
+    number = int.from_bytes(keyed(secret, "second", digest, submission)[:8], "big")
+    return number < share * 2.0**64

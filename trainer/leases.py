@@ -1,0 +1,197 @@
+"""Who may get a lease now, and which: pure functions of the state, the window and the request.
+
+Pacing. Let p be the newest published policy step, b the step of the next batch to close, and q the rollouts that may
+still enter a batch, in batches. A lease is issued iff `b + floor(q) - p <= max_staleness` and `b + floor(q) < steps`:
+its rollouts will be trained at step b + floor(q), so almost nothing is ever too old to use.
+
+A lease that came back empty is issued again with the same nonce, tasks and samples, to somebody who never had it: the
+same tokens come back, and dropping a lease gains nothing.
+
+Not covered: signing and answering (`coordinator`), batches (`batches`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from protocol.manifest import RunManifest
+from protocol.records import Lease
+from protocol.state import LeaseState, NodeState, PolicyState, RunState
+from trainer.draws import keyed
+from trainer.window import Window
+
+GRACE_MS = 10_000
+"""Added to a lease's duration before it expires: the reply and the first bytes of the upload travel too."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the operator, not the manifest, decides about leases."""
+
+    manifest_hash: bytes
+    max_bytes: int
+    """Bound on the compressed submission of a lease."""
+    open_leases: int
+    """Open leases of one active node."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`issue` a new lease, send one `again`, or `wait` for the reason given; `leave` when waiting is pointless."""
+
+    kind: str
+    reason: str = ""
+    lease: Lease | None = None
+    """The lease to sign, for `issue`."""
+    lease_id: bytes = b""
+    """The open lease to send once more, for `again`."""
+
+
+def batch_rollouts(manifest: RunManifest) -> int:
+    """Rollouts a batch is closed at."""
+    return manifest.leases.tasks_per_step * manifest.leases.samples_per_task
+
+
+def in_flight(window: Window) -> int:
+    """Rollouts that may still enter a batch: leased, being checked, or accepted and waiting (q times batch size)."""
+    return sum(
+        len(group.rollouts)
+        for lease_id in window.live
+        for group in window.groups(lease_id)
+        if group.status in ("open", "undecided", "accepted")
+    )
+
+
+def target_step(window: Window, manifest: RunManifest) -> int:
+    """The batch a lease issued now would be trained in: b + floor(q)."""
+    return window.batches + in_flight(window) // batch_rollouts(manifest)
+
+
+def pacing(state: RunState, window: Window, manifest: RunManifest) -> str:
+    """Why nobody gets a lease now; empty when leases flow."""
+    if state.finished is not None:
+        return "the run is finished"
+    if state.newest_policy is None:
+        return "no weights are published yet"
+    target = target_step(window, manifest)
+    if target >= manifest.steps:
+        return "enough rollouts are under way for the last step"
+    if target - state.newest_policy.step > manifest.leases.max_staleness:
+        return "enough rollouts are under way; waiting for the learner's next weights"
+    return ""
+
+
+def decide(
+    state: RunState,
+    window: Window,
+    node: NodeState,
+    *,
+    capacity: int,
+    uploading: frozenset[bytes],
+    secret: bytes,
+    bounds: Bounds,
+) -> Decision:
+    """Answer one `lease.next`.
+
+    Args:
+        capacity: rollouts the node's engine takes at once.
+        uploading: leases whose upload is arriving now; they are not sent again.
+        secret: the coordinator's, 32 bytes: ids and nonces derive from it and the number of leases so far.
+    """
+    manifest = state.manifest
+    assert manifest is not None
+    if node.role != "inference":
+        return Decision("leave", f"{node.role} nodes get no leases")
+    if node.state == "suspended":
+        return Decision("leave", f"this node is suspended: {node.reason}")
+    if state.finished is not None:
+        return Decision("leave", "the run is finished")
+    if node.state == "paused":
+        return Decision("wait", f"a second validator is checking this node's rollouts ({node.reason})")
+    held = [state.leases[lease_id] for lease_id in node.open_leases]
+    held.sort(key=lambda lease: lease.index)
+    limit = 1 if node.state == "probation" else bounds.open_leases
+    if len(held) >= limit:
+        again = next((lease for lease in held if lease.lease_id not in uploading), None)
+        if again is None:
+            return Decision("wait", "its uploads are still arriving")
+        return Decision("again", lease_id=again.lease_id)
+    if state.may_lease(node.key):
+        return Decision("wait", "a node in probation has one lease at a time; the last one is being checked")
+    refusal = pacing(state, window, manifest)
+    if refusal:
+        return Decision("wait", refusal)
+    policy = state.newest_policy
+    assert policy is not None
+    size = _size(manifest, node, capacity)
+    old = reissue(state, window, node, size)
+    lease = _fresh(window, manifest, policy, size, secret) if old is None else old
+    fixed = Lease(
+        lease_id=keyed(secret, "lease", window.leases)[:16],
+        manifest=bounds.manifest_hash,
+        epoch=lease.epoch,
+        step=lease.step,
+        root=lease.root,
+        environment=lease.environment,
+        nonce=lease.nonce,
+        tasks=lease.tasks,
+        samples=lease.samples,
+        max_new_tokens=manifest.sampling.max_new_tokens,
+        duration_ms=manifest.leases.lease_ms,
+        max_bytes=bounds.max_bytes,
+    )
+    return Decision("issue", lease=fixed)
+
+
+def _size(manifest: RunManifest, node: NodeState, capacity: int) -> tuple[int, int]:
+    """(tasks, samples) of this node's next lease."""
+    rules = manifest.leases
+    if node.accepted == 0:
+        samples = min(rules.samples_per_task, max(1, rules.probation_first_rollouts))
+        return max(1, min(rules.tasks_per_lease, rules.probation_first_rollouts // samples)), samples
+    return max(1, min(rules.tasks_per_lease, capacity // rules.samples_per_task)), rules.samples_per_task
+
+
+def _fresh(window: Window, manifest: RunManifest, policy: PolicyState, size: tuple[int, int], secret: bytes) -> Lease:
+    tasks, samples = size
+    environment = manifest.environments[window.leases % len(manifest.environments)]
+    return Lease(
+        lease_id=bytes(16),
+        manifest=bytes(32),
+        epoch=policy.epoch,
+        step=policy.step,
+        root=policy.root,
+        environment=environment.digest,
+        nonce=keyed(secret, "nonce", window.leases),
+        tasks=tuple(range(window.next_task, window.next_task + tasks)),
+        samples=samples,
+        max_new_tokens=0,
+        duration_ms=0,
+        max_bytes=0,
+    )
+
+
+def reissue(state: RunState, window: Window, node: NodeState, size: tuple[int, int]) -> Lease | None:
+    """The oldest closed lease this node may take over: fresh enough, no larger than its own, never held by it."""
+    manifest = state.manifest
+    assert manifest is not None
+    target = target_step(window, manifest)
+    for lease_id in window.closed:
+        held = state.leases[lease_id]
+        if target - held.lease.step > manifest.leases.max_staleness:
+            continue
+        if node.key in window.owners.get(held.lease.nonce, ()) or held.rollouts > size[0] * size[1]:
+            continue
+        return replace(held.lease, lease_id=bytes(16))
+    return None
+
+
+def expired(state: RunState, window: Window, now_ms: int, uploading: frozenset[bytes]) -> list[LeaseState]:
+    """Open leases whose duration is over; the time the coordinator was away does not count."""
+    out = []
+    for lease_id in window.open:
+        held = state.leases[lease_id]
+        end = held.time + held.lease.duration_ms + GRACE_MS + window.outage_ms(held.index)
+        if now_ms > end and lease_id not in uploading:
+            out.append(held)
+    return out
