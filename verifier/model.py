@@ -44,7 +44,8 @@ _WEIGHT_DTYPES = {"F32", "BF16", "F16"}
 _PREFILL_TOKENS = 16_384
 """Padded tokens of one forward pass. Only memory and speed change with it."""
 
-Sampled = tuple[Sequence[int], Sequence[int]]
+Ids = Sequence[int] | npt.NDArray[np.int64]
+Sampled = tuple[Ids, Ids]
 """Prompt ids and sampled ids of one rollout."""
 
 

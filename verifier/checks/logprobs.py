@@ -1,0 +1,26 @@
+"""`logprob-mismatch`: claimed log-probabilities are those of the right policy, without noise.
+
+They are not trained on in the fp32 profile (the verifier's own are); a wrong one still shows a node that does not
+compute what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from protocol.errors import ReasonCode
+from verifier.checks.claim import Claim, Setting, standing
+
+
+def check(claims: Sequence[Claim], setting: Setting) -> None:
+    """No token's claimed log-probability off by more than the calibrated bound."""
+    for claim in standing(claims):
+        assert claim.logprobs_N is not None
+        with np.errstate(over="ignore"):
+            error_N = np.abs(claim.claimed_logprobs_N - claim.logprobs_N)
+        claim.numbers["logprob_error"] = min(float(error_N.max()), 1e300)
+        wrong = np.flatnonzero(~(error_N <= setting.thresholds.logprob))
+        if len(wrong):
+            claim.fail(ReasonCode.LOGPROB_MISMATCH, token_at=float(wrong[0]))

@@ -1,0 +1,39 @@
+"""`proof-malformed` before the prefill, `proof-mismatch` after it: the weights and the prompt are the right ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol.errors import ReasonCode
+from verifier import toploc
+from verifier.checks.claim import Claim, Setting, standing
+from verifier.errors import ProofError
+
+
+def check_shape(claims: Sequence[Claim], setting: Setting) -> None:
+    """Exactly one well-formed chunk per 32 sampled tokens."""
+    for claim in standing(claims):
+        try:
+            toploc.check_shape(claim.rollout.proofs, len(claim.tokens_N), setting.policy.hidden)
+        except ProofError:
+            claim.fail(ReasonCode.PROOF_MALFORMED, chunks=float(len(claim.rollout.proofs)))
+
+
+def check_match(claims: Sequence[Claim], setting: Setting) -> None:
+    """No chunk whose median error or number of outliers is above the calibrated bound."""
+    open_claims = standing(claims)
+    states = [claim.states_NH for claim in open_claims if claim.states_NH is not None]
+    limits = setting.thresholds
+    stats = toploc.verify_many(states, [claim.rollout.proofs for claim in open_claims], limits.proof_gate)
+    for claim, chunks in zip(open_claims, stats, strict=True):
+        claim.numbers["proof_median"] = _finite(max(chunk.median for chunk in chunks))
+        claim.numbers["proof_outliers"] = float(max(chunk.outliers for chunk in chunks))
+        for i, chunk in enumerate(chunks):
+            if not chunk.median <= limits.proof_median or chunk.outliers > limits.proof_outliers:
+                claim.fail(ReasonCode.PROOF_MISMATCH, chunk_at=float(i))
+                break
+
+
+def _finite(value: float) -> float:
+    """Numbers in a verdict are finite: an infinite error reads as 1e300."""
+    return min(value, 1e300)

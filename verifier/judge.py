@@ -1,0 +1,269 @@
+"""Is this submission honest? One function for validators and for the audit, so that both reach the same decision.
+
+    decode -> format -> task -> token range -> termination -> proof shape
+           -> [prefill] -> proof -> seeded tokens -> log-probabilities -> reward
+
+Whole-submission failures (`format` on every rollout): bytes that are no Submission, longer than any answer to the
+lease can be, or not as many rollouts as the lease asks for. A submission of another lease is `wrong-task` on every rollout. Everything else is decided rollout by
+rollout. Memory: decoded lengths are bounded by the record's limits and checked against the lease before the model
+runs; the prefill holds one batch of states and one tile of logits at a time.
+
+Not covered: fetching bytes, signing verdicts, what follows from them (`protocol.state`).
+
+Shape suffixes: N sampled tokens of one rollout, M rows of several, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import zstandard
+
+from environments.base import Environment, Task
+from protocol import codec
+from protocol.errors import DecodeError, ReasonCode
+from protocol.limits import (
+    KIB,
+    MAX_ROLLOUTS_PER_LEASE,
+    MAX_SUBMISSION_BYTES,
+    MAX_SUBMISSION_RAW_BYTES,
+    MAX_TOKENS_PER_ROLLOUT,
+    MIB,
+    PROOF_CHUNK_TOKENS,
+    PROOF_TOPK,
+)
+from protocol.manifest import Run
+from protocol.records import REJECT, Lease, Number, Outcome, Rollout, RolloutDetail, Submission, VerdictDetails
+from protocol.seeds import sampling_seed
+from verifier import checks, sampling
+from verifier.checks import Claim, Setting
+from verifier.errors import VerifierError
+from verifier.logprobs import token_logprobs
+from verifier.model import PolicyModel, prompt_ids
+
+_TILE_LOGITS = 1 << 22
+"""Logits held at once while tokens are replayed (16 MiB in float32). Only memory and speed change with it."""
+
+_MAX_WINDOW_BYTES = 8 * MIB
+"""Largest zstd window a submission may ask this machine to hold."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One outcome and one detail per rollout of the lease, task-major."""
+
+    outcomes: list[Outcome]
+    details: list[RolloutDetail]
+
+    def verdict_details(self) -> VerdictDetails:
+        return VerdictDetails(tuple(self.details))
+
+
+def decompress_submission(blob: bytes, raw_length: int) -> bytes:
+    """Open an upload: one zstd frame that declares exactly the length its intent named.
+
+    Args:
+        blob: compressed bytes, whose hash the caller has checked.
+        raw_length: from the signed intent.
+
+    Raises:
+        DecodeError: no such frame, another declared length, trailing bytes, over a bound.
+    """
+    if raw_length > MAX_SUBMISSION_RAW_BYTES or len(blob) > MAX_SUBMISSION_BYTES:
+        raise DecodeError("a submission over the protocol's bound", ReasonCode.OVERSIZE)
+    try:
+        frame = zstandard.get_frame_parameters(blob)
+        if frame.content_size != raw_length:
+            raise DecodeError(
+                f"the frame declares {frame.content_size} bytes, its intent {raw_length}", ReasonCode.LENGTH_MISMATCH
+            )
+        if frame.window_size > _MAX_WINDOW_BYTES and frame.window_size > raw_length:
+            raise DecodeError(f"the frame asks for a window of {frame.window_size} bytes", ReasonCode.OVERSIZE)
+        raw = zstandard.ZstdDecompressor().decompress(blob, max_output_size=raw_length, allow_extra_data=False)
+    except zstandard.ZstdError as exc:
+        raise DecodeError(f"not one zstd frame: {exc}") from exc
+    if len(raw) != raw_length:
+        raise DecodeError("the frame holds fewer bytes than it declares", ReasonCode.LENGTH_MISMATCH)
+    return raw
+
+
+def judge_upload(
+    run: Run, lease: Lease, blob: bytes, raw_length: int, policy: PolicyModel, environment: Environment
+) -> Judgement:
+    """`judge` for the bytes as uploaded; what does not decompress fails as `format`.
+
+    Raises:
+        VerifierError: see `judge`.
+    """
+    count = _check_setting(run, lease, policy, environment)
+    if raw_length > _raw_bound(lease, count):
+        return _all(count, ReasonCode.FORMAT)
+    try:
+        raw = decompress_submission(blob, raw_length)
+    except DecodeError:
+        return _all(count, ReasonCode.FORMAT)
+    return judge(run, lease, raw, policy, environment)
+
+
+def judge(run: Run, lease: Lease, submission_raw: bytes, policy: PolicyModel, environment: Environment) -> Judgement:
+    """Decide every rollout of a submission.
+
+    Args:
+        run: thresholds, temperature and stop tokens come from its manifest and nowhere else.
+        submission_raw: the decompressed upload, hostile.
+        policy: holding the weights of `lease.root`.
+        environment: the one whose digest the lease names.
+
+    Raises:
+        VerifierError: policy, environment, run and lease do not belong together. Never because of the submission.
+    """
+    count = _check_setting(run, lease, policy, environment)
+    if len(submission_raw) > _raw_bound(lease, count):
+        return _all(count, ReasonCode.FORMAT)
+    try:
+        submission = codec.decode(Submission, submission_raw)
+    except DecodeError:
+        return _all(count, ReasonCode.FORMAT)
+    if submission.lease_id != lease.lease_id:
+        return _all(count, ReasonCode.WRONG_TASK)
+    if len(submission.rollouts) != count:
+        return _all(count, ReasonCode.FORMAT)
+    sampling_rules = run.manifest.sampling
+    setting = Setting(
+        policy=policy,
+        environment=environment,
+        thresholds=run.manifest.thresholds,
+        temperature=sampling_rules.temperature,
+        stop_tokens=frozenset(sampling_rules.stop_tokens),
+        max_new_tokens=lease.max_new_tokens,
+    )
+    claims = _claims(run, lease, submission.rollouts, setting)
+    for check in checks.BEFORE_PREFILL:
+        check(claims, setting)
+    _measure([claim for claim in claims if claim.stands], setting)
+    return Judgement([Outcome(c.outcome, c.reason.value) for c in claims], [_detail(c) for c in claims])
+
+
+def _check_setting(run: Run, lease: Lease, policy: PolicyModel, environment: Environment) -> int:
+    """The number of rollouts the lease asks for, or VerifierError."""
+    count = len(lease.tasks) * lease.samples
+    if not 1 <= count <= MAX_ROLLOUTS_PER_LEASE:
+        raise VerifierError(f"the lease asks for {count} rollouts; 1 to {MAX_ROLLOUTS_PER_LEASE} are allowed")
+    if lease.environment != environment.digest:
+        raise VerifierError("the lease names another environment than the one given; load it from the run's manifest")
+    if policy.root and policy.root != lease.root:
+        raise VerifierError(
+            f"the lease was sampled from policy {lease.root.hex()[:16]}, but {policy.root.hex()[:16]} is loaded"
+        )
+    if run.manifest.profile != "fp32":
+        raise VerifierError(f"this verifier checks the fp32 profile, not {run.manifest.profile!r}; upgrade it")
+    return count
+
+
+def _raw_bound(lease: Lease, count: int) -> int:
+    """Bytes above which no honest answer to this lease lies: a decoder may need many times what it is given.
+
+    Twice what our own encoder can need, so that a later minor version has room for more fields.
+    """
+    tokens = min(lease.max_new_tokens, MAX_TOKENS_PER_ROLLOUT)
+    proofs = -(-tokens // PROOF_CHUNK_TOKENS) * (2 + 4 * PROOF_TOPK + 3)
+    return 2 * (KIB + count * (8 * tokens + proofs + 64))
+
+
+def _all(count: int, reason: ReasonCode) -> Judgement:
+    return Judgement([Outcome(REJECT, reason.value)] * count, [RolloutDetail(b"", 0.0, ())] * count)
+
+
+def _claims(run: Run, lease: Lease, rollouts: Sequence[Rollout], setting: Setting) -> list[Claim]:
+    claims: list[Claim] = []
+    for index in lease.tasks:
+        task: Task = setting.environment.task(index)
+        prompt = tuple(prompt_ids(setting.policy.tokenizer, task.prompt))
+        for sample in range(lease.samples):
+            rollout = rollouts[len(claims)]
+            claims.append(
+                Claim(
+                    index=len(claims),
+                    task=task,
+                    sample=sample,
+                    prompt=prompt,
+                    seed=sampling_seed(run.id, lease.nonce, index, sample),
+                    rollout=rollout,
+                    tokens_N=np.frombuffer(rollout.tokens, dtype="<u4").astype(np.int64),
+                    claimed_logprobs_N=np.frombuffer(rollout.logprobs, dtype="<f4").astype(np.float32),
+                )
+            )
+    return claims
+
+
+def _measure(claims: Sequence[Claim], setting: Setting) -> None:
+    """Prefill the claims that still stand and run the checks that need it, one batch at a time."""
+    fits = []
+    for claim in claims:
+        if len(claim.prompt) + len(claim.tokens_N) > setting.policy.max_context:
+            claim.give_up(ReasonCode.VALIDATOR_FAILED)
+        else:
+            fits.append(claim)
+    try:
+        for batch in setting.policy.states([(claim.prompt, claim.tokens_N) for claim in fits]):
+            members = []
+            for i, states in batch:
+                states_NH = states.float().numpy()
+                if np.isfinite(states_NH).all():
+                    fits[i].states_NH = states_NH
+                    members.append((fits[i], states))
+                else:
+                    fits[i].give_up(ReasonCode.VALIDATOR_FAILED)
+            for check in checks.AFTER_STATES:
+                check([claim for claim, _ in members], setting)
+            members = [(claim, states) for claim, states in members if claim.stands]
+            _replay(members, setting)
+            for check in checks.AFTER_LOGITS:
+                check([claim for claim, _ in members], setting)
+            for i, _ in batch:
+                fits[i].states_NH = None
+    except (RuntimeError, MemoryError) as exc:
+        log.warning("the prefill failed and decides nothing: %s; look at this machine's memory", exc)
+        for claim in fits:
+            if claim.stands and claim.logprobs_N is None:
+                claim.give_up(ReasonCode.VALIDATOR_FAILED)
+
+
+def _replay(members: Sequence[tuple[Claim, torch.Tensor]], setting: Setting) -> None:
+    """Margins and log-probabilities of every sampled token, in tiles of rows across rollouts."""
+    if not members:
+        return
+    claims = [claim for claim, _ in members]
+    states_MH = torch.cat([states_NH for _, states_NH in members])
+    tokens_M = torch.from_numpy(np.concatenate([claim.tokens_N for claim in claims]))
+    seeds = [claim.seed for claim in claims for _ in range(len(claim.tokens_N))]
+    positions_M = np.concatenate([len(claim.prompt) + np.arange(len(claim.tokens_N)) for claim in claims])
+    vocabulary = setting.policy.vocabulary
+    margins, logprobs = [], []
+    step = max(1, _TILE_LOGITS // vocabulary)
+    for start in range(0, len(seeds), step):
+        at = slice(start, start + step)
+        logits_MV = setting.policy.logits(states_MH[at])
+        noise_MV = sampling.gumbel_noise(seeds[at], positions_M[at], vocabulary)
+        margins.append(sampling.margins(logits_MV, setting.temperature, noise_MV, tokens_M[at]).numpy())
+        logprobs.append(token_logprobs(logits_MV, tokens_M[at], setting.temperature).numpy())
+    ends = np.cumsum([len(claim.tokens_N) for claim in claims])[:-1]
+    for claim, margins_N, logprobs_N in zip(
+        claims, np.split(np.concatenate(margins), ends), np.split(np.concatenate(logprobs), ends), strict=True
+    ):
+        claim.margins_N, claim.logprobs_N = margins_N, logprobs_N
+        if not (np.isfinite(margins_N).all() and np.isfinite(logprobs_N).all()):
+            claim.give_up(ReasonCode.VALIDATOR_FAILED)
+
+
+def _detail(claim: Claim) -> RolloutDetail:
+    numbers = tuple(Number(name, float(value)) for name, value in sorted(claim.numbers.items()))
+    if not claim.stands or claim.logprobs_N is None:
+        return RolloutDetail(b"", 0.0, numbers)
+    return RolloutDetail(claim.logprobs_N.astype("<f4").tobytes(), claim.reward, numbers)

@@ -1,0 +1,128 @@
+"""Where honest noise ends: from a measurement to the numbers a run's manifest carries.
+
+    proof_median   max(3e-6, 5 x honest maximum), never above 1e-5: weights one step stale at lr 1e-6 start at 1.7e-5
+    token_margin   1e-4, which must be above 5 x honest maximum
+    logprob        1e-4, likewise
+
+A measurement above a ceiling does not join the fp32 profile; there is no way to widen it by hand. Reads and writes
+the checked-in `verifier/data/noise-*.json` (schema: `Measurement`). Needs no torch.
+
+Not covered: measuring (`calibrate`), deciding (`checks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.manifest import Thresholds
+from verifier.errors import CalibrationError
+
+SAFETY = 5.0
+"""Threshold over honest maximum. Lower risks honest nodes, higher lets stale weights through."""
+PROOF_MEDIAN_FLOOR, PROOF_MEDIAN_CEILING = 3e-6, 1e-5
+PROOF_OUTLIERS = 4
+"""Points of a chunk that may be off: a value at the edge of the k largest may fall out on the other machine."""
+PROOF_GATE = 2.0**-6
+TOKEN_MARGIN = 1e-4
+LOGPROB = 1e-4
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One calibration: honest maxima over all rollouts and batch sizes, and everything needed to repeat it."""
+
+    command: str
+    model: str
+    environment: str
+    engine: str
+    machine: str
+    profile: str
+    decode_batches: tuple[int, ...]
+    prefill_batches: tuple[int, ...]
+    rollouts: int
+    tokens: int
+    chunks: int
+    proof_median: float
+    proof_outliers: int
+    token_margin: float
+    tokens_not_first: int
+    """Tokens that another one beat by any margin at all in the verifier's prefill."""
+    logprob: float
+    one_token_rollouts: int
+    shortest: int
+    longest: int
+
+
+def thresholds(measured: Measurement) -> Thresholds:
+    """The manifest's thresholds.
+
+    Raises:
+        CalibrationError: honest noise too close to a bound that may not move; the model or device needs another
+            profile.
+    """
+    median = max(PROOF_MEDIAN_FLOOR, SAFETY * measured.proof_median)
+    checks = (
+        ("relative error of the proof's median", median, PROOF_MEDIAN_CEILING),
+        ("outliers of a chunk", measured.proof_outliers, PROOF_OUTLIERS),
+        ("token margin", SAFETY * measured.token_margin, TOKEN_MARGIN),
+        ("log-probability", SAFETY * measured.logprob, LOGPROB),
+    )
+    for name, value, ceiling in checks:
+        if not value <= ceiling:
+            raise CalibrationError(
+                f"honest noise of {measured.model} is too high for the fp32 profile: {name}, with its safety factor, "
+                f"is {value:.3g} and may be at most {ceiling:.3g}. Compute in float32 with TF32 off, or leave this "
+                "engine, device or model out of the run"
+            )
+    return Thresholds(
+        proof_median=median,
+        proof_outliers=PROOF_OUTLIERS,
+        proof_gate=PROOF_GATE,
+        token_margin=TOKEN_MARGIN,
+        logprob=LOGPROB,
+        measured_rollouts=measured.rollouts,
+        measured_tokens=measured.tokens,
+        measured_proof_median=measured.proof_median,
+        measured_proof_outliers=measured.proof_outliers,
+        measured_token_margin=measured.token_margin,
+        measured_logprob=measured.logprob,
+        machine=measured.machine,
+    )
+
+
+def packaged(name: str) -> Thresholds:
+    """The thresholds of a measurement that ships with the verifier, for example `tiny`.
+
+    Raises:
+        CalibrationError: there is none of that name.
+    """
+    return thresholds(read(DATA / f"noise-{name}.json"))
+
+
+def read(path: Path) -> Measurement:
+    """Read a measurement file.
+
+    Raises:
+        CalibrationError: missing, not JSON, unknown or missing fields, or numbers that are not finite.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("decode_batches", "prefill_batches"):
+            raw[key] = tuple(raw[key])
+        measured = Measurement(**raw)
+        numbers = [v for v in dataclasses.asdict(measured).values() if isinstance(v, float)]
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise CalibrationError(f"{path} is no noise measurement ({exc}); make one with `verifier calibrate`") from exc
+    if not all(math.isfinite(v) and v >= 0 for v in numbers):
+        raise CalibrationError(f"{path} holds a number that is negative or not finite; measure again")
+    return measured
+
+
+def to_json(measured: Measurement) -> str:
+    """The file's text."""
+    return json.dumps(dataclasses.asdict(measured), indent=2) + "\n"
