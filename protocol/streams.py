@@ -1,0 +1,147 @@
+"""One negotiated libp2p stream carrying control frames, with a deadline on every read and write.
+
+Used on both sides of the host process: `lines` opens streams, `visitors` accepts them. Frames are written in pieces
+of at most 32 KiB that are never cut in half (`libp2p_fixes`); a message that is abandoned half-way ends its stream.
+
+Not covered: what is in a frame (`frames`), and multiplexing of requests.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import trio
+
+from protocol.errors import ReasonCode, TransportError
+from protocol.frames import MAX_FRAME_BYTES
+from protocol.libp2p_fixes import STREAM_ERRORS, abort, accept_protocol, remote_group, remote_key, select_protocol
+from protocol.limits import CONTROL_PROTOCOL, HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
+
+_HEAD = struct.Struct(">IQ")
+_READ_BYTES = 64 * 1024
+
+
+def transfer_deadline_s(size: int) -> float:
+    """Seconds a peer may take for `size` bytes at the slowest rate we accept."""
+    return HEADER_DEADLINE_S + size / MINIMUM_RATE_BYTES_S
+
+
+class ControlStream:
+    """A stream of frames: `u32 length | u64 request id | packed frame`.
+
+    Every method raises TransportError when the peer, the connection or a deadline fails; the stream is then over.
+    """
+
+    def __init__(self, net_stream: Any) -> None:
+        self._net = net_stream
+        self._muxed = net_stream.muxed_stream
+        self._buffer = bytearray()
+        self._lock = trio.Lock()
+        self.connection = net_stream.swarm_conn
+        self.received_at = trio.current_time()
+        self.key = remote_key(self.connection)
+        self.group = remote_group(self.connection)
+
+    @staticmethod
+    async def open(connection: Any) -> ControlStream:
+        """Open our stream on a live connection."""
+        try:
+            net_stream = await connection.new_stream()
+            await select_protocol(net_stream, CONTROL_PROTOCOL, HEADER_DEADLINE_S)
+            return ControlStream(net_stream)
+        except STREAM_ERRORS as exc:
+            raise TransportError(f"the peer does not speak {CONTROL_PROTOCOL}: {describe(exc)}") from exc
+
+    @staticmethod
+    async def accept(net_stream: Any) -> ControlStream:
+        """Agree on the protocol of a stream that a peer opened."""
+        try:
+            await accept_protocol(net_stream, CONTROL_PROTOCOL, HEADER_DEADLINE_S)
+            return ControlStream(net_stream)
+        except STREAM_ERRORS as exc:
+            raise TransportError(f"no protocol was agreed: {describe(exc)}") from exc
+
+    async def _fill(self, size: int, deadline_s: float) -> None:
+        try:
+            with trio.fail_after(deadline_s):
+                while len(self._buffer) < size:
+                    self._buffer += await self._muxed.read(_READ_BYTES)
+                    self.received_at = trio.current_time()
+        except trio.TooSlowError as exc:
+            raise TransportError(f"the peer sent too little within {deadline_s:.0f} s", ReasonCode.TOO_SLOW) from exc
+        except STREAM_ERRORS as exc:
+            raise TransportError(f"the peer's stream ended: {describe(exc)}") from exc
+
+    async def wait_readable(self, idle_s: float) -> bool:
+        """True once bytes are there, False if none came within `idle_s`."""
+        if not self._buffer:
+            with trio.move_on_after(idle_s):
+                await self._fill(1, idle_s + 1)
+        return bool(self._buffer)
+
+    async def read_head(self) -> tuple[int, int]:
+        """Length of the next packed frame and its request id. Announces more than a frame may have: `oversize`."""
+        await self._fill(_HEAD.size, HEADER_DEADLINE_S)
+        length, number = _HEAD.unpack_from(self._buffer)
+        del self._buffer[: _HEAD.size]
+        return length - 8, number
+
+    async def read_body(self, size: int) -> bytes:
+        """The packed frame after a head. Memory grows with what has arrived, never with what was announced."""
+        await self._fill(size, transfer_deadline_s(size))
+        body = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return body
+
+    async def skip_body(self, size: int) -> None:
+        """Read a frame away without keeping it."""
+        with trio.move_on_after(transfer_deadline_s(size)) as scope:
+            while size > 0:
+                await self._fill(1, HEADER_DEADLINE_S)
+                size -= len(self._buffer)
+                rest = self._buffer[len(self._buffer) + size :] if size < 0 else b""
+                self._buffer = bytearray(rest)
+        if scope.cancelled_caught:
+            raise TransportError("the peer sent too slowly", ReasonCode.TOO_SLOW)
+
+    async def send(self, number: int, packed: bytes) -> None:
+        """Write one frame. Abandoned half-way, by a deadline or a cancel, it ends the stream."""
+        if len(packed) > MAX_FRAME_BYTES:
+            raise TransportError("a frame over the bound was to be sent; this is a bug of headwater")
+        whole = False
+        try:
+            with trio.fail_after(transfer_deadline_s(len(packed))):
+                async with self._lock:
+                    await self._muxed.write(_HEAD.pack(len(packed) + 8, number) + packed)
+                    whole = True
+        except trio.TooSlowError as exc:
+            raise TransportError("the peer took our frame too slowly", ReasonCode.TOO_SLOW) from exc
+        except STREAM_ERRORS as exc:
+            raise TransportError(f"the peer's stream ended: {describe(exc)}") from exc
+        finally:
+            if not whole:
+                await self.abort()
+
+    async def finish(self, linger_s: float = 2.0) -> None:
+        """Say no more, let what was sent arrive, then end the connection."""
+        with trio.move_on_after(linger_s):
+            try:
+                await self._muxed.close()
+                for _ in range(1024):
+                    await self._muxed.read(_READ_BYTES)
+            except STREAM_ERRORS:
+                pass
+        await self.abort()
+
+    async def abort(self) -> None:
+        """End the stream and its connection at once."""
+        with trio.CancelScope(shield=True):
+            await abort(self.connection)
+
+
+def describe(exc: BaseException) -> str:
+    """An error's own words and its cause's, for messages people read."""
+    cause = exc.__cause__
+    words = f"{type(exc).__name__} {exc}".strip()
+    return words if cause is None else f"{words} ({type(cause).__name__} {cause})"
