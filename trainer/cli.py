@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import HeadwaterError, UsageError
+from protocol.errors import HeadwaterError, ReasonCode, UsageError
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as exc:
         return _fail(args, exc, 2)
     except HeadwaterError as exc:
-        return _fail(args, exc, 2 if exc.code.value == "ledger-locked" else 1)
+        return _fail(args, exc, 2 if exc.code in (ReasonCode.USAGE, ReasonCode.LEDGER_LOCKED) else 1)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -140,7 +140,7 @@ def make_run(
         versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
         allow_private=True,
         contact="whoever started this run",
-        privacy="Prompts and rollouts are readable by this run's operator, its validators and whoever gets the archive.",
+        privacy="Prompts and rollouts are readable by the operator, the validators and whoever gets the archive.",
     )
     run_id = run_id_of(manifest)
     envelope = seal(

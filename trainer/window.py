@@ -48,6 +48,9 @@ class Window:
     """The signed bytes of open leases, to answer the same request again."""
     undecided: dict[int, None] = field(default_factory=dict)
     """Ledger indices of submissions with a pending rollout."""
+    unjudged: dict[int, None] = field(default_factory=dict)
+    """Submissions that still wait for a verdict, those discarded with their owner after a job was drawn included: what
+    a validator found in them is evidence all the same."""
     owners: dict[bytes, set[bytes]] = field(default_factory=dict)
     """Nonce -> keys that were ever given it, while it may be issued again."""
     next_task: int = 0
@@ -103,6 +106,7 @@ class Window:
         self.open.pop(submission.lease_id, None)
         self.envelopes.pop(submission.lease_id, None)
         self.undecided[index] = None
+        self.unjudged[index] = None
         self._settle()
 
     def _settle(self) -> None:
@@ -112,6 +116,10 @@ class Window:
             if all(outcome.status != "pending" for outcome in outcomes):
                 del self.undecided[index]
                 self.settled.update(outcome.status for outcome in outcomes)
+        for index in [i for i in self.unjudged if i not in self.undecided]:
+            submission = self.state.submissions[index]
+            if submission.verdict_index is not None or submission.jobs.keys() <= submission.verdicts.keys():
+                del self.unjudged[index]
         for lease_id in list(self.live):
             if not self.fresh(self.state.leases[lease_id]) or all(
                 group.status in ("dead", "trained") for group in self.groups(lease_id)

@@ -1,0 +1,420 @@
+"""`trainer serve`: the coordinator of one run.
+
+    members --libp2p--> join, heartbeat, lease.next, lease.failed, job.next, verdict ---+
+    members --HTTP----> submissions, jobs --------------------------------------------- +--> ledger --> state
+    origin  --file----> published/HEAD.hw ----------------------------------------------+
+                                                   state --> batches/ (the learner), ledger/ (sealed), status.json
+
+Everything it decides is a pure function of state, clock and configuration (`leases`, `draws`, `batches`); everything it
+promises is in the ledger first. Killed at any moment it starts again from the ledger: missing batch files are built
+again, jobs without a verdict are handed out again, segments are sealed, leases go on.
+
+Not covered: training (`learner`), publishing weights (`shardcast`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from environments import registry
+from protocol.clock import Clock
+from protocol.control import ControlServer
+from protocol.envelope import open_envelope
+from protocol.errors import LedgerError, ProtocolError, ReasonCode, UsageError
+from protocol.files import write_atomic
+from protocol.host import HostProcess
+from protocol.identity import load_identity
+from protocol.manifest import Run, open_manifest
+from protocol.records import (
+    BatchClosed,
+    Heartbeat,
+    JobRequest,
+    JoinReply,
+    JoinRequest,
+    LeaseFailed,
+    LeaseRequest,
+    RunFinished,
+    Verdict,
+)
+from protocol.sequences import SequenceGuard
+from protocol.state import PolicyState
+from shardcast.records import HEAD_KIND, Head
+from trainer import batches, leases
+from trainer.book import Book
+from trainer.config import RunConfig
+from trainer.door import Door, port_in_use
+from trainer.errors import StartError
+from trainer.ingress import Ingress, sweep_spool
+from trainer.judging import Judging
+from trainer.leasing import Leasing
+from trainer.members import Members
+from trainer.news import News
+from trainer.status import StatusWriter
+
+HEAD_POLL_S = 0.02
+"""How often the origin's head file is looked at. It is on this machine's disk and read only when it changed."""
+
+STATUS_S = 1.0
+RUN_MARK = "HEADWATER_RUN"
+_LISTEN = re.compile(r"^/ip[46]/(?P<host>[0-9a-fA-F.:]+)/tcp/(?P<port>\d{1,5})$")
+
+
+class Coordinator:
+    """One run's coordinator process.
+
+    Args:
+        config: run.toml.
+        clock: the machine's clock; every time the coordinator signs comes from it.
+    """
+
+    def __init__(self, config: RunConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self.run_dir = config.run_dir
+        self.run = load_run(config)
+        self._clock = clock or Clock()
+        self.phase = "starting"
+        self.news = News()
+        self.files = batches.Files(self.run_dir)
+        identity = load_identity(self.run_dir / "keys" / "coordinator.pem")
+        if identity.public != self.run.manifest.coordinator:
+            raise UsageError(
+                f"{self.run_dir}/keys/coordinator.pem is not the key the manifest names; restore the right one"
+            )
+        self.book = Book.open(self.run, identity, config.state_dir, self._clock.now_ms)
+        try:
+            self._build(identity)
+        except BaseException:
+            self.book.close()
+            raise
+
+    def _build(self, identity: Any) -> None:
+        self.prompt_ids = batches.tokenizer_prompts(self.run_dir / "model", _prompts(self.run))
+        self.members = Members(self.book, self.config, self.news)
+        bounds = leases.Bounds(
+            manifest_hash=self.run.id,
+            max_bytes=self.config.ingress.max_submission_bytes,
+            open_leases=self.config.coordinator.uncollected_leases,
+        )
+        self.control = ControlServer(
+            run=self.run,
+            identity=identity,
+            sequences=self.book.sequences,
+            guard=SequenceGuard(),
+            clock=self._clock,
+        )
+        uploading: Callable[[], frozenset[bytes]] = lambda: self.ingress.leases_uploading()  # noqa: E731
+        self.leasing = Leasing(self.book, self.members, self.news, bounds, uploading)
+        self.judging = Judging(
+            self.book, self.members, self.leasing, self.files, self.news, self.config.coordinator.job_deadline_s
+        )
+        self.ingress = Ingress(self.book, self.judging, self.control, self.files, self.config.ingress)
+        self.host = HostProcess(
+            home=self.config.state_dir,
+            key=self.run_dir / "keys" / "coordinator-transport.pem",
+            listen=self.config.control.listen,
+            handler=self.control.handle,
+            log=self.run_dir / "logs" / "coordinator-host.log",
+            max_connections=self.config.control.max_connections,
+        )
+        self.door = Door(self.ingress.application(), self.config.ingress.listen, self.config.ingress.max_connections)
+        self.status = StatusWriter(
+            self.run_dir / "status.json",
+            self.book,
+            self.members,
+            self.news,
+            lambda: (self.control.http_fallbacks, self.host.restarts),
+        )
+        self._serve_kinds()
+
+    def _serve_kinds(self) -> None:
+        self.control.on("join", JoinRequest, self._join)
+        self.control.on("heartbeat", Heartbeat, self.members.heartbeat)
+        self.control.on("lease.next", LeaseRequest, self.leasing.next)
+        self.control.on("lease.failed", LeaseFailed, self.leasing.failed)
+        self.control.on("job.next", JobRequest, self.judging.next)
+        self.control.on("verdict", Verdict, self.judging.verdict)
+
+    async def _join(self, member: Any, request: JoinRequest, attachment: bytes) -> JoinReply:
+        reply = await self.members.join(member, request, attachment)
+        if request.role == "validator":
+            self.judging.forget_deliveries(member.key)
+        return reply
+
+    # --- the life of a run ----------------------------------------------------------------------------------------
+
+    async def serve(self) -> int:
+        """Serve until the run is finished or somebody stops it.
+
+        Returns:
+            0 when the run is finished and sealed, 128 + the signal's number when stopped.
+        """
+        stopped = _signals()
+        try:
+            await self._begin()
+            finished = asyncio.create_task(self._until_finished(), name="the run")
+            await self._attend(finished, stopped)
+            return 0 if self.phase == "finished" else 128 + stopped.result()
+        finally:
+            await self._end()
+
+    async def _begin(self) -> None:
+        """Bring disk and ledger into step, then open both doors."""
+        for role in ("validator", "relay"):
+            self.book.grant(role, self.config.grants.keys(role))
+        await self.book.commit()
+        sweep_spool(
+            self.files, {held.lease_id for held in self.book.state.leases.values() if held.submission is not None}
+        )
+        self._rebuild_batches()
+        self.book.seal(self.run_dir / "ledger")
+        _check_listen(self.config.control.listen)
+        await self.door.start()
+        await self.host.start()
+        again = f" again, {self.book.ledger.size} ledger entries" if self.book.ledger.incarnation else ""
+        self.news.say(f"the coordinator serves run {self.run.id.hex()[:16]}{again}")
+
+    async def _attend(self, finished: asyncio.Task[None], stopped: asyncio.Future[int]) -> None:
+        """Run everything beside everything else; the first failure ends all."""
+        beside: list[Coroutine[Any, Any, None]] = [
+            self._watch_heads(),
+            self._close_batches(),
+            self._write_status(),
+            self.leasing.expire_forever(),
+            self.judging.redraw_forever(),
+            self.members.prove_forever(),
+        ]
+        tasks = [asyncio.create_task(work) for work in beside]
+        try:
+            waiting: list[asyncio.Future[Any]] = [*tasks, finished, stopped]
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
+        finally:
+            for task in [*tasks, finished]:
+                if not task.done():
+                    task.cancel()
+            await asyncio.gather(*tasks, finished, return_exceptions=True)
+
+    async def _until_finished(self) -> None:
+        """Wait for the last policy, then for open verdicts, seal, and tell whoever still asks that it is over."""
+        steps = self.run.manifest.steps
+        while self.book.state.newest_policy is None or self.book.state.newest_policy.step < steps:
+            ticket = self.book.changes.ticket()
+            self.phase = "waiting for weights" if self.book.state.newest_policy is None else "running"
+            await self.book.changes.wait(ticket, 5.0)
+        self.phase = "draining"
+        await self._drain()
+        if self.book.state.finished is None:
+            self.book.append("run.finished", RunFinished(steps, "all steps are done"))
+            await self.book.commit()
+            self.news.say(f"the run is finished: {steps} steps")
+        self.book.seal(self.run_dir / "ledger")
+        self.phase = "finished"
+        self.status.write(self.phase)
+        await asyncio.sleep(self.config.coordinator.linger_s)
+
+    async def _drain(self) -> None:
+        """Give open verdicts `drain_s` to arrive."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.config.coordinator.drain_s
+        while (self.book.window.unjudged or self.ingress.uploading) and loop.time() < end:
+            ticket = self.book.changes.ticket()
+            await self.book.changes.wait(ticket, min(1.0, end - loop.time()))
+        if self.book.window.undecided:
+            self.news.say(f"{len(self.book.window.undecided)} submissions are left without a decision")
+
+    async def _end(self) -> None:
+        """A clean stop: nobody new, everything durable, everything sealed."""
+        await self.door.close()
+        await self.host.close()
+        try:
+            await self.book.commit()
+            self.book.seal(self.run_dir / "ledger")
+            self.status.write(self.phase if self.phase == "finished" else "stopped")
+        finally:
+            self.book.close()
+
+    # --- beside each other ----------------------------------------------------------------------------------------
+
+    async def _watch_heads(self) -> None:
+        """Follow the origin: each new head becomes a `policy` event."""
+        path = self.run_dir / "published" / "HEAD.hw"
+        seen: tuple[int, int] | None = None
+        while True:
+            mark = _mark(path)
+            if mark is not None and mark != seen:
+                seen = mark
+                await self._take_head(path)
+            await asyncio.sleep(HEAD_POLL_S)
+
+    async def _take_head(self, path: Path) -> None:
+        try:
+            raw = path.read_bytes()
+            envelope = open_envelope(raw, run=self.run.id, kind=HEAD_KIND, signer=self.run.manifest.origin)
+            head = envelope.record(Head)
+        except (OSError, ProtocolError) as exc:
+            self.news.say(f"{path} does not hold ({exc}); the origin writes a new one with the next step")
+            return
+        newest = self.book.state.newest_policy
+        if newest is not None and (head.epoch, head.step) <= (newest.epoch, newest.step):
+            self._compare(newest, head)
+            return
+        self.book.append("policy", subject=raw)
+        await self.book.commit()
+        self.book.seal(self.run_dir / "ledger")
+
+    def _compare(self, newest: PolicyState, head: Head) -> None:
+        known = self.book.state.policies.get((head.epoch, head.step), newest)
+        if (known.epoch, known.step) == (head.epoch, head.step) and known.root != head.root:
+            self.news.say(
+                f"the origin published two different weights for step {head.step}; the first stays. The operator must "
+                "stop the origin and find out why before going on"
+            )
+
+    async def _close_batches(self) -> None:
+        """Close each batch as soon as it can be: ledger first, then the file the learner waits for."""
+        while True:
+            ticket = self.book.changes.ticket()
+            groups = batches.choose(self.book.state, self.book.window)
+            if not groups:
+                await self.book.changes.wait(ticket, 5.0)
+                continue
+            step = self.book.window.batches
+            policy = self.book.state.newest_policy
+            assert policy is not None
+            entries = batches.entries_of(self.book.state, groups)
+            raw = batches.build(self.run, self.book.state, self.files, step, policy.epoch, entries, self.prompt_ids)
+            self.book.append("batch", batches.closed(step, policy.epoch, entries, raw))
+            await self.book.commit()
+            await asyncio.to_thread(write_atomic, self.files.batch(step), raw)
+            for group in groups:
+                self.status.staleness.add(step - group.step, len(group.rollouts))
+
+    def _rebuild_batches(self) -> None:
+        """Write batch files that the ledger names and the disk lost, and count what was trained on."""
+        self.files.batch(0).parent.mkdir(exist_ok=True)
+        for step, held in sorted(self.book.state.batches.items()):
+            self._count_staleness(held.closed)
+            path = self.files.batch(step)
+            if path.exists():
+                continue
+            raw = batches.build(
+                self.run, self.book.state, self.files, step, held.closed.epoch, held.closed.entries, self.prompt_ids
+            )
+            if batches.closed(step, held.closed.epoch, held.closed.entries, raw).digest != held.closed.digest:
+                raise LedgerError(
+                    f"batch {step} built again from the archive is not the one in the ledger; the operator must "
+                    "restore the run directory or install the release that wrote it",
+                    ReasonCode.BATCH_WRONG,
+                )
+            write_atomic(path, raw)
+
+    def _count_staleness(self, closed: BatchClosed) -> None:
+        state = self.book.state
+        for entry in closed.entries:
+            lease = state.leases[state.submissions[entry.submission].lease_id].lease
+            self.status.staleness.add(closed.step - lease.step, 1)
+
+    async def _write_status(self) -> None:
+        while True:
+            self.status.write(self.phase)
+            await asyncio.sleep(STATUS_S)
+
+
+def load_run(config: RunConfig) -> Run:
+    """The run of a run directory.
+
+    Raises:
+        UsageError: half-written, or run.toml and manifest disagree.
+    """
+    run_dir = config.run_dir
+    needed = ["manifest.hw", "keys/coordinator.pem", "keys/coordinator-transport.pem", "model/tokenizer.json"]
+    missing = [name for name in needed if not (run_dir / name).is_file()]
+    if missing:
+        raise UsageError(
+            f"{run_dir} is no whole run directory: {', '.join(missing)} missing; restore it from your backup, or make "
+            "a new run with: trainer init DIR"
+        )
+    try:
+        run = open_manifest((run_dir / "manifest.hw").read_bytes())
+    except ProtocolError as exc:
+        raise UsageError(f"{run_dir}/manifest.hw does not hold ({exc}); restore it from your backup") from exc
+    if config.run.steps != run.manifest.steps:
+        raise UsageError(
+            f"run.toml says {config.run.steps} steps, the signed manifest {run.manifest.steps}; correct [run] steps"
+        )
+    return run
+
+
+def _prompts(run: Run) -> Callable[[bytes, int], str]:
+    loaded = {spec.digest: registry.load(spec) for spec in run.manifest.environments}
+    return lambda environment, task: loaded[environment].task(task).prompt
+
+
+def _check_listen(listen: str) -> None:
+    """Find out that a port is in use before a process is started for it."""
+    match = _LISTEN.match(listen)
+    if match is None:
+        raise UsageError(f"[control] listen {listen!r} is no TCP multiaddr, for example /ip4/127.0.0.1/tcp/4801")
+    host, port = match["host"], int(match["port"])
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            raise StartError(port_in_use(f"{host}:{port}", "control", exc)) from exc
+
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
+def _signals() -> asyncio.Future[int]:
+    """A future that holds the first SIGINT or SIGTERM."""
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+
+    def on_signal(number: int) -> None:
+        if not stopped.done():
+            stopped.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return stopped
+
+
+def main(config: RunConfig, as_json: bool = False) -> int:
+    """Run the coordinator. Exit codes: 0 finished, 1 failed, 2 could not start, 130 or 143 stopped by a signal."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    started = time.monotonic()
+
+    async def serve() -> tuple[int, Coordinator]:
+        coordinator = Coordinator(config)
+        os.environ.setdefault(RUN_MARK, coordinator.run.id.hex())
+        return await coordinator.serve(), coordinator
+
+    code, coordinator = asyncio.run(serve())
+    if as_json:
+        done = {
+            "run": coordinator.run.id.hex(),
+            "finished": code == 0,
+            "batches": coordinator.book.window.batches,
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        sys.stdout.write(json.dumps(done) + "\n")
+    return code

@@ -1,0 +1,124 @@
+"""An HTTP listener that strangers cannot hold open: a deadline for every request header and a cap on connections.
+
+aiohttp has no deadline for a header that arrives one byte at a time, and opens compressed request bodies by itself;
+here both are off limits.
+
+Not covered: what is served (`ingress`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from protocol.limits import HEADER_DEADLINE_S
+from trainer.config import split_endpoint
+from trainer.errors import StartError
+
+KEEPALIVE_S = 30.0
+LINGER_S = 2.0
+"""How long a refused body is read and dropped, so that the refusal arrives before the connection closes."""
+
+
+class GuardedHandler(RequestHandler):
+    """One connection. Closed when a request's header is not whole within `HEADER_DEADLINE_S`."""
+
+    __slots__ = ("_header_timer", "_limit")
+
+    def __init__(self, server: web.Server, limit: int, **settings: Any) -> None:
+        super().__init__(server, **settings)
+        self._limit = limit
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._manager is not None and len(self._manager.connections) > self._limit:
+            transport.close()
+            return
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self._current_request is None and self._header_timer is None:
+            self._start_timer()
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.header_arrived()
+        super().connection_lost(exc)
+
+    def header_arrived(self) -> None:
+        """The header is whole: the handler's own deadlines count from here."""
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _start_timer(self) -> None:
+        self._header_timer = self._loop.call_later(HEADER_DEADLINE_S, self.force_close)
+
+
+def header_arrived(request: web.Request) -> None:
+    """Call first in every handler of a guarded listener."""
+    if isinstance(request.protocol, GuardedHandler):
+        request.protocol.header_arrived()
+
+
+class Door:
+    """A listening HTTP application.
+
+    Args:
+        endpoint: HOST:PORT.
+        connections: cap on open connections.
+    """
+
+    def __init__(self, app: web.Application, endpoint: str, connections: int) -> None:
+        self._runner = web.AppRunner(app, access_log=None)
+        self._endpoint = endpoint
+        self._connections = connections
+        self._listener: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            StartError: the address is in use or not ours.
+        """
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        host, port = split_endpoint(self._endpoint)
+        loop = asyncio.get_running_loop()
+
+        def connection() -> GuardedHandler:
+            return GuardedHandler(
+                server,
+                self._connections,
+                loop=loop,
+                access_log=None,
+                keepalive_timeout=KEEPALIVE_S,
+                lingering_time=LINGER_S,
+                auto_decompress=False,
+            )
+
+        try:
+            self._listener = await loop.create_server(connection, host, port, backlog=256)
+        except OSError as exc:
+            await self._runner.cleanup()
+            raise StartError(port_in_use(self._endpoint, "ingress", exc)) from exc
+
+    async def close(self) -> None:
+        """Stop listening and end what is open, within a few seconds."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        await self._runner.cleanup()
+
+
+def port_in_use(endpoint: str, section: str, exc: OSError) -> str:
+    """What to tell the operator when an address cannot be listened on."""
+    return (
+        f"cannot listen on {endpoint} ({exc.strerror or exc}); stop whatever uses it, or change [{section}] listen in "
+        "run.toml and tell the nodes the new address"
+    )

@@ -1,0 +1,130 @@
+"""Answers `lease.next` and `lease.failed`, and closes leases whose time is over.
+
+What is decided is in `leases` (pure); here it is signed, written to the ledger, and only then sent.
+
+Not covered: uploads (`ingress`), verdicts (`judging`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protocol.control import Member
+from protocol.envelope import Envelope, seal
+from protocol.errors import ProtocolError, ReasonCode
+from protocol.records import Ack, Lease, LeaseClosed, LeaseFailed, LeaseReply, LeaseRequest
+from protocol.state import NodeState
+from trainer import leases
+from trainer.book import Book
+from trainer.members import Members
+from trainer.news import News
+
+MAX_WAIT_S = 20.0
+"""How long a `lease.next` or `job.next` is held open. Longer meets the deadlines of proxies and clients."""
+
+RETRY_MS = 1_000
+LEAVE_RETRY_MS = 30_000
+CLOCK_S = 1.0
+
+
+@dataclass
+class Leasing:
+    """The lease desk of one run."""
+
+    book: Book
+    members: Members
+    news: News
+    bounds: leases.Bounds
+    uploading: Callable[[], frozenset[bytes]]
+    """Leases whose upload is arriving now."""
+
+    async def next(self, member: Member, request: LeaseRequest, attachment: bytes) -> LeaseReply:
+        """Hold the request until there is a lease for this node, its wait is over, or waiting is pointless."""
+        node = self.members.require(member, "inference")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + min(request.wait_ms / 1000, MAX_WAIT_S)
+        while True:
+            ticket = self.book.changes.ticket()
+            decision = self._decide(node, request)
+            if decision.kind == "issue" and decision.lease is not None:
+                raw = await self._issue(node, decision.lease)
+                return LeaseReply(raw, node.state, "", 0)
+            if decision.kind == "again":
+                await self.book.commit()
+                raw_again = self.book.window.envelopes.get(decision.lease_id)
+                return LeaseReply(raw_again, node.state, "the open lease once more", 0)
+            left = end - loop.time()
+            if decision.kind == "leave":
+                return LeaseReply(None, node.state, decision.reason[:512], LEAVE_RETRY_MS)
+            if left <= 0:
+                return LeaseReply(None, node.state, decision.reason[:512], RETRY_MS)
+            await self.book.changes.wait(ticket, left)
+
+    async def failed(self, member: Member, report: LeaseFailed, attachment: bytes) -> Ack:
+        """Close a lease its owner gives up, so that another node gets the same tasks.
+
+        Raises:
+            ProtocolError: unknown, or somebody else's.
+        """
+        node = self.members.require(member, "inference")
+        held = self.book.state.leases.get(report.lease_id)
+        if held is None:
+            raise ProtocolError("no lease has this id", ReasonCode.UNKNOWN_LEASE)
+        if held.owner != node.key:
+            raise ProtocolError("this lease belongs to another node", ReasonCode.NOT_OWNER)
+        if held.status == "open":
+            self.book.append("lease.closed", LeaseClosed(report.lease_id, _reason(f"failed: {report.reason}")))
+            self.news.say(f"{node.name} gave up a lease: {report.reason[:120]}")
+        await self.book.commit()
+        return Ack(f"lease is {held.status}")
+
+    async def expire_forever(self) -> None:
+        """Close leases whose duration is over, once a second."""
+        while True:
+            await asyncio.sleep(CLOCK_S)
+            over = leases.expired(self.book.state, self.book.window, self.book.now_ms(), self.uploading())
+            for held in over:
+                self.book.append("lease.closed", LeaseClosed(held.lease_id, "expired"))
+                self.news.say(f"a lease of {self.book.state.nodes[held.owner].name} expired; others may take its tasks")
+            if over:
+                await self.book.commit()
+
+    def close_all_of(self, node: NodeState, reason: str) -> None:
+        """Close every open lease of a node that was suspended; the caller commits."""
+        for lease_id in sorted(node.open_leases):
+            self.book.append("lease.closed", LeaseClosed(lease_id, reason))
+
+    def _decide(self, node: NodeState, request: LeaseRequest) -> leases.Decision:
+        return leases.decide(
+            self.book.state,
+            self.book.window,
+            node,
+            capacity=request.capacity,
+            uploading=self.uploading(),
+            secret=self.book.secret,
+            bounds=self.bounds,
+        )
+
+    async def _issue(self, node: NodeState, lease: Lease) -> bytes:
+        envelope = self._seal(node, lease)
+        self.book.append("lease", subject=envelope.raw)
+        await self.book.commit()
+        return envelope.raw
+
+    def _seal(self, node: NodeState, lease: Lease) -> Envelope:
+        return seal(
+            self.book.coordinator,
+            "lease",
+            lease,
+            run=self.book.run.id,
+            sequence=self.book.sequences.next("lease"),
+            issued_at=self.book.now_ms(),
+            lifetime_ms=lease.duration_ms + leases.GRACE_MS,
+            audience=node.key,
+        )
+
+
+def _reason(text: str) -> str:
+    return text.encode("utf-8", "replace")[:500].decode("utf-8", "ignore")

@@ -1,0 +1,277 @@
+"""Who takes part: joins, heartbeats, and the proven addresses weights are handed out from.
+
+A join is a ledger entry; when a member was last heard from is not. A relay's address is handed out only after it
+answered a challenge with the relay's own key, and it is asked again every ten minutes (RULES 8).
+
+Not covered: leases and jobs (`leasing`, `judging`), gossip, addresses of anyone but relays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from protocol.control import Member
+from protocol.envelope import open_envelope, parse
+from protocol.errors import DecodeError, ProtocolError, ReasonCode, TransportError
+from protocol.limits import KIB, PROTOCOL_VERSION
+from protocol.records import Heartbeat, HeartbeatReply, JoinReply, JoinRequest
+from protocol.state import ROLES, NodeState
+from shardcast.records import CHALLENGE_KIND, Challenge
+from trainer.book import Book
+from trainer.config import RunConfig
+from trainer.draws import keyed
+from trainer.news import News
+
+REPROVE_S = 600.0
+RETRY_S = 2.0
+PROBE_S = 5.0
+MAX_CHALLENGE_BYTES = 4 * KIB
+MAX_NEW_JOINS = 600
+"""Joins that change the ledger, in one burst. Keys are free: without a cap a stranger fills the disk."""
+JOINS_PER_S = 5.0
+
+
+@dataclass
+class Session:
+    """What is remembered of a member while the coordinator runs."""
+
+    heard: float
+    """Monotonic seconds."""
+    step: int = 0
+    activity: str = ""
+    done: int = 0
+
+
+@dataclass
+class Proof:
+    """One relay address: when it last answered with the relay's key, and when to ask again."""
+
+    next_probe: float = 0.0
+    proven: bool = False
+    failure: str = ""
+
+
+@dataclass
+class Members:
+    """Joins, liveness and addresses. Handlers are registered with the control server by the coordinator."""
+
+    book: Book
+    config: RunConfig
+    news: News
+    monotonic: Callable[[], float] = time.monotonic
+    sessions: dict[bytes, Session] = field(default_factory=dict)
+    proofs: dict[tuple[bytes, str], Proof] = field(default_factory=dict)
+    started: float = field(init=False)
+    _tokens: float = MAX_NEW_JOINS
+    _refilled: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self._refilled = self.monotonic()
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def require(self, member: Member, role: str | None = None) -> NodeState:
+        """The joined node that sent this message; it counts as heard from now.
+
+        Raises:
+            ProtocolError: `not-joined`, or of another role.
+        """
+        node = self.book.state.nodes.get(member.envelope.signer)
+        if node is None:
+            raise ProtocolError("this key has not joined the run; join first", ReasonCode.NOT_JOINED)
+        if member.transport_key and member.transport_key != node.transport_key:
+            raise ProtocolError("this key joined over another transport key; join again", ReasonCode.NOT_JOINED)
+        if role is not None and node.role != role:
+            raise ProtocolError(f"only {role} nodes may ask this; this key is a {node.role}", ReasonCode.NOT_GRANTED)
+        self.sessions.setdefault(node.key, Session(0.0)).heard = self.monotonic()
+        return node
+
+    def granted(self, key: bytes, role: str) -> bool:
+        return role in self.book.state.grants.get(key, set())
+
+    def live(self, key: bytes) -> bool:
+        """Heard from within `member_timeout_s`."""
+        session = self.sessions.get(key)
+        return session is not None and self.monotonic() - session.heard < self.config.coordinator.member_timeout_s
+
+    def validators(self, live_only: bool = True) -> list[bytes]:
+        """Joined validators that the operator admitted."""
+        nodes = self.book.state.nodes.values()
+        admitted = (node.key for node in nodes if node.role == "validator" and self.granted(node.key, "validator"))
+        return [key for key in admitted if not live_only or self.live(key)]
+
+    def weights(self, node: NodeState) -> tuple[str, ...]:
+        """URLs `node` pulls weights from, best first; every node gets the relays in another order.
+
+        Relays pull from the origin. So does everybody in a run that has no relays; the operator's own validators
+        also know the origin as their last resort.
+        """
+        origin = f"http://{self.config.origin.listen}"
+        if node.role == "relay" or not self.config.grants.relays:
+            return (origin,)
+        proven = [
+            (keyed(self.book.secret, "relay", node.key, key), url)
+            for (key, url), proof in self.proofs.items()
+            if proof.proven and self.live(key)
+        ]
+        urls = tuple(url for _, url in sorted(proven))[:15]
+        return (*urls, origin) if node.role == "validator" else urls
+
+    # --- answering ------------------------------------------------------------------------------------------------
+
+    async def join(self, member: Member, request: JoinRequest, attachment: bytes) -> JoinReply:
+        """Admit a key to a role. Joining again is harmless; only what changed becomes a ledger entry.
+
+        Raises:
+            ProtocolError: a role this key may not take, a transport key it does not hold, an old version.
+        """
+        key = member.envelope.signer
+        self._check_join(member, request)
+        known = self.book.joins.get(key)
+        if known is None or not _same_join(parse(known).record(JoinRequest), request):
+            self._spend_token()
+            self.book.append("node.joined", subject=member.envelope.raw)
+            await self.book.commit()
+            self.news.say(f"{request.name or 'a node'} joined as {request.role}")
+        node = self.book.state.nodes[key]
+        self.sessions.setdefault(key, Session(0.0)).heard = self.monotonic()
+        if request.role == "relay":
+            self._register_addresses(key, request.addresses)
+        self.book.changes.notify()
+        return JoinReply(
+            nonce=request.nonce,
+            time=self.book.now_ms(),
+            state=node.state,
+            weights=self.weights(node),
+            ingress=self.book.run.manifest.ingress[0],
+            heartbeat_ms=self.book.run.manifest.leases.heartbeat_ms,
+            message=self._welcome(node),
+        )
+
+    async def heartbeat(self, member: Member, beat: Heartbeat, attachment: bytes) -> HeartbeatReply:
+        node = self.require(member)
+        if node.role == "relay" and not any(key == node.key for key, _ in self.proofs):
+            self._register_addresses(node.key, self._joined(node.key).addresses)
+        session = self.sessions[node.key]
+        session.step, session.activity, session.done = beat.step, beat.activity[:64], beat.done
+        newest = self.book.state.newest_policy
+        return HeartbeatReply(
+            time=self.book.now_ms(),
+            state=node.state,
+            weights=self.weights(node),
+            step=0 if newest is None else newest.step,
+            finished=self.book.state.finished is not None,
+        )
+
+    def _check_join(self, member: Member, request: JoinRequest) -> None:
+        key = member.envelope.signer
+        if request.role not in ROLES:
+            raise ProtocolError(f"there is no role {request.role!r}; choose from {', '.join(ROLES)}", ReasonCode.USAGE)
+        if PROTOCOL_VERSION >> 8 not in {version >> 8 for version in request.versions}:
+            raise ProtocolError(
+                f"this run speaks protocol {PROTOCOL_VERSION >> 8}; upgrade with: pip install -U headwater",
+                ReasonCode.UPGRADE_REQUIRED,
+            )
+        if request.role in ("validator", "trainer") and not self.granted(key, request.role):
+            raise ProtocolError(
+                f"this key is not admitted as {request.role}; the run's operator must add its peer id to [grants] in "
+                "run.toml and restart the coordinator",
+                ReasonCode.NOT_GRANTED,
+            )
+        node = self.book.state.nodes.get(key)
+        if node is not None and node.role != request.role:
+            raise ProtocolError(
+                f"this key already is a {node.role}; a key has one role for the whole run, use another --home",
+                ReasonCode.NOT_GRANTED,
+            )
+
+    def _spend_token(self) -> None:
+        now = self.monotonic()
+        self._tokens = min(MAX_NEW_JOINS, self._tokens + (now - self._refilled) * JOINS_PER_S)
+        self._refilled = now
+        if self._tokens < 1:
+            raise ProtocolError("too many new members at once; try again in a minute", ReasonCode.BUSY)
+        self._tokens -= 1
+
+    def _welcome(self, node: NodeState) -> str:
+        manifest = self.book.run.manifest
+        if node.role == "relay" and not self.granted(node.key, "relay"):
+            return "not admitted as a relay yet: the address is not handed out until the operator adds this peer id"
+        return f"Contact: {manifest.contact}. {manifest.privacy}"
+
+    # --- relay addresses ------------------------------------------------------------------------------------------
+
+    def _joined(self, key: bytes) -> JoinRequest:
+        return parse(self.book.joins[key]).record(JoinRequest)
+
+    def _register_addresses(self, key: bytes, addresses: tuple[str, ...]) -> None:
+        if not self.granted(key, "relay"):
+            return
+        for known in [pair for pair in self.proofs if pair[0] == key and pair[1] not in addresses]:
+            del self.proofs[known]
+        for url in addresses:
+            self.proofs.setdefault((key, url), Proof()).next_probe = 0.0
+
+    async def prove_forever(self) -> None:
+        """Ask each relay address for a signed challenge, again and again. Runs as long as the coordinator."""
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            while True:
+                ticket = self.book.changes.ticket()
+                now = self.monotonic()
+                due = [(pair, proof) for pair, proof in self.proofs.items() if proof.next_probe <= now]
+                await asyncio.gather(*(self._prove(session, key, url, proof) for (key, url), proof in due))
+                await self.book.changes.wait(ticket, 1.0)
+
+    async def _prove(self, session: aiohttp.ClientSession, key: bytes, url: str, proof: Proof) -> None:
+        was, failure = proof.proven, ""
+        try:
+            await self._challenge(session, key, url)
+        except (ProtocolError, aiohttp.ClientError, TimeoutError, OSError) as exc:
+            failure = str(exc) or type(exc).__name__
+        proof.proven, proof.next_probe = not failure, self.monotonic() + (RETRY_S if failure else REPROVE_S)
+        if proof.proven != was or failure != proof.failure:
+            name = self.book.state.nodes[key].name
+            self.news.say(f"{name} serves weights at {url}" if not failure else f"{name}'s address {url}: {failure}")
+            self.book.changes.notify()
+        proof.failure = failure
+
+    async def _challenge(self, session: aiohttp.ClientSession, key: bytes, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or parts.hostname is None or parts.username is not None:
+            raise DecodeError(f"{url!r} is no plain http address")
+        address = await self._resolve(parts.hostname, parts.port or 80)
+        host = f"[{address}]" if ":" in address else address
+        nonce = os.urandom(16)
+        target = f"http://{host}:{parts.port or 80}/v1/{self.book.run.id.hex()}/challenge?nonce={nonce.hex()}"
+        async with session.get(target, allow_redirects=False, headers={"Host": parts.netloc}) as reply:
+            if reply.status != 200:
+                raise TransportError(f"answered the challenge with HTTP {reply.status}")
+            raw = b""
+            while len(raw) <= MAX_CHALLENGE_BYTES and (chunk := await reply.content.readany()):
+                raw += chunk
+        envelope = open_envelope(raw, run=self.book.run.id, kind=CHALLENGE_KIND, signer=key)
+        if envelope.record(Challenge).nonce != nonce:
+            raise TransportError("answered the challenge with another nonce")
+
+    async def _resolve(self, host: str, port: int) -> str:
+        """One address of `host` that may be used: global unicast, or anything where the run allows private ones."""
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for *_, where in found:
+            address = ipaddress.ip_address(where[0])
+            if self.book.run.manifest.allow_private or (address.is_global and not address.is_multicast):
+                return str(address)
+        raise TransportError(f"{host} is no public address; the relay must announce one that is")
+
+
+def _same_join(known: JoinRequest, new: JoinRequest) -> bool:
+    return (known.name, known.transport_key, known.addresses) == (new.name, new.transport_key, new.addresses)

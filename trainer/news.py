@@ -1,0 +1,51 @@
+"""What happened lately, in plain words, for people: shown in status.json and printed to the coordinator's log.
+
+Not evidence and not input of any decision; the ledger is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+from protocol.errors import ReasonCode
+
+KEPT = 64
+
+_WORDS = {
+    ReasonCode.FORMAT: "they have the wrong form",
+    ReasonCode.WRONG_TASK: "they answer another task than the lease names",
+    ReasonCode.TOKEN_RANGE: "they contain tokens the model does not have",
+    ReasonCode.TERMINATION: "they stop too early or too late",
+    ReasonCode.PROOF_MALFORMED: "their proof is no proof",
+    ReasonCode.PROOF_MISMATCH: "the run's model did not compute them",
+    ReasonCode.TOKEN_NOT_FORCED: "the lease's seed forces other tokens",
+    ReasonCode.LOGPROB_MISMATCH: "their log-probabilities are not the model's",
+    ReasonCode.REWARD_MISMATCH: "the claimed reward is not the task's",
+}
+
+
+def in_words(reason: str) -> str:
+    """A reason code as the end of a sentence."""
+    known = reason in ReasonCode._value2member_map_
+    return _WORDS.get(ReasonCode(reason), reason) if known else reason
+
+
+class News:
+    """The last events, oldest first."""
+
+    def __init__(self, out: TextIO = sys.stderr, clock: Callable[[], float] = time.time) -> None:
+        self.events: deque[dict[str, object]] = deque(maxlen=KEPT)
+        self._out = out
+        self._clock = clock
+
+    def say(self, text: str) -> None:
+        """Remember and print one sentence."""
+        now = self._clock()
+        self.events.append({"time": round(now, 3), "text": text})
+        stamp = time.strftime("%H:%M:%S", time.localtime(now))
+        self._out.write(f"{stamp} {text}\n")
+        self._out.flush()
