@@ -37,7 +37,7 @@ class EventLog:
         elif not as_json and not sys.stderr.isatty():
             self._sink = sys.stderr
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: Any) -> None:
         """Record one event. Bytes are shown in hex."""
         shown = {key: value.hex() if isinstance(value, bytes) else value for key, value in fields.items()}
         line = json.dumps({"time": time.time_ns() // 1_000_000, "event": name, **shown}, ensure_ascii=False)

@@ -1,0 +1,360 @@
+"""The inference role: lease, weights, tokens, submission, receipt, and again.
+
+Weights are swapped between leases (`finish`): a lease names its policy, and the engine holds that one before the
+first token. While one submission travels, the next lease is already being worked on, as far as the coordinator
+gives one. A lease that can't be finished is handed back with its reason, so that another node gets it at once.
+
+Not covered: swaps inside a lease (`span`), several engines, prompts that are conversations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from shardcast.puller import Policy, Puller
+
+from environments.base import Environment
+from node.backoff import Backoff
+from node.engine_link import EngineLink
+from node.errors import LeavingError, UpgradeRequiredError
+from node.log import EventLog
+from node.member import Member
+from node.upload import Uploader, UploadRefusedError, compress, settle
+from protocol.engine import EngineInfo, GenerateItem, GenerateOutput, GenerateRequest
+from protocol.envelope import open_envelope
+from protocol.errors import EngineError, HeadwaterError, ProtocolError, ReasonCode
+from protocol.limits import MAX_ROLLOUTS_PER_LEASE
+from protocol.records import FINISH_EOS, Ack, Lease, LeaseFailed, LeaseReply, LeaseRequest, Rollout, Submission
+from protocol.seeds import sampling_seed
+
+LEASE_WAIT_MS = 20_000
+"""How long the coordinator may hold a lease request open."""
+
+UPLOADS_AT_ONCE = 2
+"""Submissions travelling beside the lease in work. More would only hide a slow uplink."""
+
+WEIGHTS_PATIENCE_S = 30.0
+"""After this long without any policy the person is told which sources were tried."""
+
+FETCH_DEADLINE_S = 300.0
+DRAIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """A lease that is ours until `deadline` (monotonic seconds)."""
+
+    lease: Lease
+    environment: Environment
+    deadline: float
+
+    @property
+    def remaining_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+class InferenceNode:
+    """One engine's work for one run."""
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        engine: EngineLink,
+        puller: Puller,
+        uploader: Uploader,
+        environments: dict[bytes, Environment],
+        log: EventLog,
+    ) -> None:
+        self._member = member
+        self._engine = engine
+        self._puller = puller
+        self._uploader = uploader
+        self._environments = environments
+        self._log = log
+        self._info: EngineInfo | None = None
+        self._tokenizer: tuple[bytes, tokenizers.Tokenizer] | None = None
+        self._uploads: set[asyncio.Task[None]] = set()
+        self._last_lease = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._open: Lease | None = None
+
+    async def run(self, info: EngineInfo) -> None:
+        """Work until cancelled. Raises LeavingError when the coordinator ends it."""
+        self._info = info
+        self._send_what_was_left()
+        await self._first_policy()
+        while not self._last_lease:
+            work = await self._next_work()
+            self._idle.clear()
+            try:
+                await self._do(work)
+            finally:
+                self._idle.set()
+        await asyncio.Event().wait()  # the supervisor winds down and ends us
+
+    async def wind_down(self, leaving: LeavingError) -> None:
+        """Finish what is worth finishing: an upgrade waits for the lease in work, uploads get five seconds."""
+        self._last_lease = True
+        if isinstance(leaving, UpgradeRequiredError) and not self._idle.is_set():
+            limit = self._member.run.manifest.leases.lease_ms / 1000
+            try:
+                async with asyncio.timeout(limit):
+                    await self._idle.wait()
+            except TimeoutError:
+                self._log.event("lease.abandoned", reason=f"not finished within {limit:.0f} s of the upgrade notice")
+        await settle(self._uploads, DRAIN_S)
+
+    async def abandon(self, reason: str) -> None:
+        """Hand the open lease back, if there is one and the coordinator can be reached at once."""
+        lease, self._open = self._open, None
+        if lease is not None:
+            await self._member.control.call(
+                "lease.failed", LeaseFailed(lease_id=lease.lease_id, reason=reason), Ack, deadline_s=0.7
+            )
+
+    # --- getting work ---------------------------------------------------------------------------------------------
+
+    def _send_what_was_left(self) -> None:
+        """Submissions of a former process whose receipts never arrived."""
+        for lease_id in self._uploader.outbox.waiting():
+            self._log.event("upload.resend", lease=lease_id)
+            self._start_upload(lease_id)
+
+    async def _first_policy(self) -> None:
+        self._member.activity = "pulling weights"
+        while True:
+            try:
+                policy = await self._puller.wait_newer(None, WEIGHTS_PATIENCE_S)
+            except ProtocolError as exc:
+                sources = ", ".join(self._member.sources()) or "none announced yet"
+                self._log.event("weights.waiting", sources=self._member.sources(), reason=str(exc))
+                self._log.say(f"no weights yet from the run's relays ({sources}); trying on")
+                continue
+            self._hold(policy)
+            return
+
+    def _hold(self, policy: Policy) -> None:
+        self._member.policy = (policy.epoch, policy.step)
+
+    async def _next_work(self) -> Work:
+        """Ask for leases until one is ours and can be done here."""
+        assert self._info is not None
+        told, backoff = "", Backoff()
+        while True:
+            if self._puller.current is not None:
+                self._hold(self._puller.current)
+            self._member.activity = "waiting for a lease"
+            epoch, step = self._member.policy
+            request = LeaseRequest(capacity=self._info.capacity, epoch=epoch, step=step, wait_ms=LEASE_WAIT_MS)
+            reply = await self._member.call("lease.next", request, LeaseReply, deadline_s=LEASE_WAIT_MS / 1000 + 10)
+            received = time.monotonic()
+            self._member.enter(reply.state, reply.reason)
+            if reply.lease is None:
+                if reply.reason != told:
+                    told = reply.reason
+                    self._log.event("lease.none", reason=reply.reason, state=reply.state)
+                await asyncio.sleep(min(max(reply.retry_ms, 50), 20_000) / 1000)
+                continue
+            try:
+                lease = self._open_lease(reply.lease)
+            except ProtocolError as exc:
+                self._log.event("lease.invalid", code=exc.code.value, reason=str(exc))
+                await backoff.wait()
+                continue
+            environment = self._environments.get(lease.environment)
+            self._open = lease
+            if environment is None:
+                await self._give_back(lease, "this machine does not have the environment the lease names")
+                continue
+            self._log.event(
+                "lease",
+                lease=lease.lease_id,
+                step=lease.step,
+                tasks=len(lease.tasks),
+                samples=lease.samples,
+                duration_ms=lease.duration_ms,
+            )
+            return Work(lease, environment, received + lease.duration_ms / 1000)
+
+    def _open_lease(self, raw: bytes) -> Lease:
+        """The lease inside, if the coordinator signed it for us and this run.
+
+        Raises:
+            ProtocolError: it did not; the coordinator or something between is broken.
+        """
+        run, member = self._member.run, self._member
+        envelope = open_envelope(
+            raw,
+            run=run.id,
+            kind="lease",
+            signer=run.manifest.coordinator,
+            audience=member.identity.public,
+            now=member.clock.now_ms(),
+        )
+        lease = envelope.record(Lease)
+        if lease.manifest != run.id or envelope.audience != member.identity.public:
+            raise ProtocolError("the lease belongs to another manifest or node", ReasonCode.WRONG_RUN)
+        if not 1 <= len(lease.tasks) * lease.samples <= MAX_ROLLOUTS_PER_LEASE:
+            raise ProtocolError("the lease asks for no rollouts, or for too many", ReasonCode.OVERSIZE)
+        return lease
+
+    # --- doing it -------------------------------------------------------------------------------------------------
+
+    async def _do(self, work: Work) -> None:
+        """One lease from weights to upload. Whatever fails, the coordinator hears of it."""
+        lease, started = work.lease, time.monotonic()
+        try:
+            policy = await self._policy_of(work)
+            self._member.activity = f"generating {len(lease.tasks) * lease.samples} rollouts"
+            outputs = await self._generate(work, policy)
+            submission = self._score(work, outputs)
+            blob = compress(submission)
+            if len(blob) > lease.max_bytes:
+                raise EngineError(f"the submission has {len(blob)} bytes, the lease allows {lease.max_bytes}")
+        except HeadwaterError as exc:
+            if isinstance(exc, LeavingError):
+                raise
+            await self._failed(lease, exc)
+            return
+        self._uploader.outbox.put(lease.lease_id, blob)
+        self._open = None
+        self._member.done += len(outputs)
+        self._log.event(
+            "lease.done",
+            lease=lease.lease_id,
+            rollouts=len(outputs),
+            tokens=sum(len(o.tokens) // 4 for o in outputs),
+            reward=sum(r.reward for r in submission.rollouts) / len(outputs),
+            seconds=round(time.monotonic() - started, 3),
+        )
+        while len(self._uploads) >= UPLOADS_AT_ONCE:
+            self._member.activity = "waiting for uploads"
+            await asyncio.wait(self._uploads, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        self._start_upload(lease.lease_id)
+
+    async def _policy_of(self, work: Work) -> Policy:
+        """The policy the lease names, pulled if need be and loaded into the engine."""
+        lease = work.lease
+        policy = self._puller.current
+        if policy is None or policy.root != lease.root:
+            self._member.activity = f"pulling policy {lease.step}"
+            policy = await self._puller.fetch(
+                lease.epoch, lease.step, lease.root, min(FETCH_DEADLINE_S, max(1.0, work.remaining_s))
+            )
+        if (policy.epoch, policy.step) > self._member.policy:
+            self._hold(policy)
+        await self._engine.load(policy.directory, policy.epoch, policy.step, policy.root)
+        return policy
+
+    async def _generate(self, work: Work, policy: Policy) -> list[GenerateOutput]:
+        """One output per rollout, task-major, asked for in portions the engine takes."""
+        assert self._info is not None
+        lease, sampling = work.lease, self._member.run.manifest.sampling
+        tokenizer = self._tokenizer_of(policy)
+        items = []
+        for task in lease.tasks:
+            ids = tokenizer.encode(work.environment.task(task).prompt, add_special_tokens=False).ids
+            prompt = b"".join(i.to_bytes(4, "little") for i in ids)
+            for sample in range(lease.samples):
+                seed = sampling_seed(self._member.run.id, lease.nonce, task, sample)
+                request_id = f"{lease.lease_id.hex()}:{task}:{sample}"
+                items.append(GenerateItem(request_id, prompt, seed, lease.max_new_tokens))
+        outputs: list[GenerateOutput] = []
+        portion = max(1, min(self._info.capacity, len(items)))
+        for start in range(0, len(items), portion):
+            part = tuple(items[start : start + portion])
+            request = GenerateRequest(lease.root, sampling.temperature, sampling.stop_tokens, part)
+            generated = await self._engine.generate(request, max(1.0, work.remaining_s))
+            if [o.request_id for o in generated.outputs] != [i.request_id for i in part]:
+                raise EngineError("the engine answered other requests than it was asked", ReasonCode.ENGINE_FAILED)
+            outputs.extend(generated.outputs)
+        return outputs
+
+    def _tokenizer_of(self, policy: Policy) -> tokenizers.Tokenizer:
+        if self._tokenizer is None or self._tokenizer[0] != policy.root:
+            self._tokenizer = (policy.root, read_tokenizer(policy.directory))
+        return self._tokenizer[1]
+
+    def _score(self, work: Work, outputs: list[GenerateOutput]) -> Submission:
+        """The submission, each rollout with the reward its text earns here."""
+        assert self._info is not None
+        lease = work.lease
+        rollouts = []
+        for position, output in enumerate(outputs):
+            task, sample = lease.tasks[position // lease.samples], position % lease.samples
+            reward = work.environment.score(work.environment.task(task), output.text, output.finish == FINISH_EOS)
+            rollouts.append(
+                Rollout(
+                    task=task,
+                    sample=sample,
+                    tokens=output.tokens,
+                    logprobs=output.logprobs,
+                    finish=output.finish,
+                    reward=reward,
+                    proofs=output.proofs,
+                )
+            )
+        return Submission(lease_id=lease.lease_id, engine=self._info.name, rollouts=tuple(rollouts))
+
+    # --- when it fails --------------------------------------------------------------------------------------------
+
+    async def _failed(self, lease: Lease, exc: HeadwaterError) -> None:
+        """Tell the coordinator, then make the engine usable again."""
+        self._log.event("lease.failed", lease=lease.lease_id, code=exc.code.value, reason=str(exc))
+        self._log.say(f"a lease could not be finished: {exc}")
+        await self._give_back(lease, f"{exc.code.value}: {exc}")
+        if isinstance(exc, EngineError) and exc.code is not ReasonCode.ENGINE_REFUSED:
+            await self._bring_engine_back()
+
+    async def _bring_engine_back(self) -> None:
+        self._member.activity = "restarting the engine"
+        backoff = Backoff()
+        while True:
+            await self._engine.recover()
+            try:
+                self._info = await self._engine.start()
+                return
+            except EngineError as exc:
+                self._log.event("engine.away", code=exc.code.value, reason=str(exc))
+                self._log.say(f"the engine does not come back: {exc}")
+                await backoff.wait()
+
+    async def _give_back(self, lease: Lease, reason: str) -> None:
+        """A lease that is already closed over there needs no giving back."""
+        self._open = None
+        try:
+            await self._member.call("lease.failed", LeaseFailed(lease_id=lease.lease_id, reason=reason[:1000]), Ack)
+        except LeavingError:
+            raise
+        except ProtocolError as exc:
+            self._log.event("lease.failed.refused", lease=lease.lease_id, code=exc.code.value, reason=str(exc))
+
+    # --- sending it off -------------------------------------------------------------------------------------------
+
+    def _start_upload(self, lease_id: bytes) -> None:
+        task = asyncio.create_task(self._upload(lease_id))
+        self._uploads.add(task)
+        task.add_done_callback(self._uploads.discard)
+
+    async def _upload(self, lease_id: bytes) -> None:
+        try:
+            await self._uploader.send(lease_id)
+        except UploadRefusedError as exc:
+            self._log.say(f"a finished lease was turned down ({exc.code.value}): {exc}")
+        except OSError as exc:
+            self._log.event("upload.disk", lease=lease_id, reason=str(exc))
+            self._log.say(f"a finished lease can't be read or its receipt not be written: {exc}; look at the disk")
+
+
+def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a policy directory, without truncation or padding."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

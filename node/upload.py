@@ -1,0 +1,214 @@
+"""Finished leases on their way to the coordinator (RULES 7).
+
+A submission is written to disk before the first byte is sent and stays there until its receipt is on disk, so a
+crash on either side loses nothing: the same lease and the same bytes bring the same receipt, whenever they arrive.
+
+    PUT {ingress}/v1/{run}/submissions/{lease id}     header Headwater-Intent: base64 of an `intent` envelope
+
+Not covered: TLS with a pinned key, resuming half an upload (it starts again; a lease bounds its size).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import zstandard
+from blake3 import blake3
+
+from node.backoff import Backoff
+from node.log import EventLog
+from node.receipts import ReceiptStore, check_receipt
+from protocol import codec
+from protocol.control import Clock, read_bounded
+from protocol.envelope import seal
+from protocol.errors import ProtocolError, ReasonCode
+from protocol.files import fsync_dir, write_atomic
+from protocol.frames import read_error
+from protocol.identity import Identity
+from protocol.limits import MAX_ENVELOPE_BYTES, MINIMUM_RATE_BYTES_S, REQUEST_DEADLINE_S
+from protocol.manifest import Run
+from protocol.records import Receipt, Submission, UploadIntent
+from protocol.sequences import Sequences
+
+INTENT_HEADER = "Headwater-Intent"
+INTENT_KIND = "intent"
+COMPRESSION_LEVEL = 3
+"""zstd level of submissions: proofs and log-probabilities are close to random, higher levels gain nothing."""
+
+_FINAL = frozenset(
+    {
+        ReasonCode.LEASE_CLOSED,
+        ReasonCode.UNKNOWN_LEASE,
+        ReasonCode.NOT_OWNER,
+        ReasonCode.CONFLICTING_SUBMISSION,
+        ReasonCode.OVERSIZE,
+        ReasonCode.SUSPENDED,
+    }
+)
+"""Refusals that sending again can't change."""
+
+_DAMAGED = frozenset({ReasonCode.HASH_MISMATCH, ReasonCode.LENGTH_MISMATCH, ReasonCode.MALFORMED})
+"""Refusals that a damaged transfer explains: tried three times."""
+
+_DAMAGED_TRIES = 3
+
+
+class UploadRefusedError(ProtocolError):
+    """The coordinator will not take this submission; the node keeps the bytes in `submissions/refused`."""
+
+
+def compress(submission: Submission) -> bytes:
+    """The upload's bytes: one zstd frame that declares its content size."""
+    return zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(codec.encode(submission))
+
+
+class Outbox:
+    """Submissions without a receipt, one file a lease."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def _path(self, lease_id: bytes) -> Path:
+        return self._directory / f"{lease_id.hex()}.hws"
+
+    def put(self, lease_id: bytes, blob: bytes) -> None:
+        """Durable when this returns."""
+        write_atomic(self._path(lease_id), blob, mode=0o600)
+
+    def read(self, lease_id: bytes) -> bytes:
+        return self._path(lease_id).read_bytes()
+
+    def remove(self, lease_id: bytes) -> None:
+        self._path(lease_id).unlink(missing_ok=True)
+
+    def set_aside(self, lease_id: bytes) -> None:
+        """Keep a refused submission where it isn't sent again."""
+        path = self._path(lease_id)
+        path.replace(self._directory / "refused" / path.name)
+        fsync_dir(self._directory)
+
+    def waiting(self) -> list[bytes]:
+        """Lease ids of what a former process left, oldest first."""
+        paths = sorted(self._directory.glob("*.hws"), key=lambda p: p.stat().st_mtime)
+        return [bytes.fromhex(p.stem) for p in paths if len(p.stem) == 32]
+
+
+class Uploader:
+    """Sends what is in the outbox and keeps the receipts."""
+
+    def __init__(
+        self,
+        *,
+        run: Run,
+        identity: Identity,
+        sequences: Sequences,
+        clock: Clock,
+        ingress: Callable[[], str],
+        outbox: Outbox,
+        receipts: ReceiptStore,
+        session: aiohttp.ClientSession,
+        log: EventLog,
+    ) -> None:
+        self._run = run
+        self._identity = identity
+        self._sequences = sequences
+        self._clock = clock
+        self._ingress = ingress
+        self.outbox = outbox
+        self.receipts = receipts
+        self._session = session
+        self._log = log
+
+    async def send(self, lease_id: bytes) -> Receipt:
+        """Send one submission until its receipt is on disk, however long the coordinator is away.
+
+        Raises:
+            UploadRefusedError: it will never be taken; the bytes were set aside.
+        """
+        blob = self.outbox.read(lease_id)
+        digest = blake3(blob).digest()
+        raw_length = zstandard.get_frame_parameters(blob).content_size
+        intent = UploadIntent(lease_id=lease_id, length=len(blob), raw_length=raw_length, digest=digest)
+        backoff, damaged = Backoff(), 0
+        while True:
+            wait_s = 0.0
+            try:
+                raw = await self._put(intent, blob)
+                receipt = check_receipt(
+                    raw, run=self._run, owner=self._identity.public, lease_id=lease_id, digest=digest
+                )
+            except _LaterError as later:
+                reason, wait_s = str(later), later.wait_s
+            except UploadRefusedError as exc:
+                damaged += exc.code in _DAMAGED
+                if exc.code in _FINAL or damaged >= _DAMAGED_TRIES:
+                    self.outbox.set_aside(lease_id)
+                    self._log.event("upload.refused", lease=lease_id, code=exc.code.value, reason=str(exc))
+                    raise
+                reason = f"{exc.code.value}: {exc}"
+            except ProtocolError as exc:
+                reason = f"the receipt does not hold: {exc}"
+            else:
+                self.receipts.keep(lease_id, raw)
+                self.outbox.remove(lease_id)
+                self._log.event("upload.receipt", lease=lease_id, index=receipt.index, bytes=len(blob))
+                return receipt
+            self._log.event("upload.retry", lease=lease_id, reason=reason)
+            await backoff.wait(wait_s)
+
+    async def _put(self, intent: UploadIntent, blob: bytes) -> bytes:
+        """One attempt: the receipt's bytes.
+
+        Raises:
+            UploadRefusedError: refused with a reason. _LaterError: not reached, or asked to come back later.
+        """
+        envelope = seal(
+            self._identity,
+            INTENT_KIND,
+            intent,
+            run=self._run.id,
+            sequence=self._sequences.next(INTENT_KIND),
+            issued_at=self._clock.now_ms(),
+            audience=self._run.manifest.coordinator,
+        )
+        url = f"{self._ingress()}/v1/{self._run.id.hex()}/submissions/{intent.lease_id.hex()}"
+        headers = {
+            INTENT_HEADER: base64.b64encode(envelope.raw).decode("ascii"),
+            "Content-Type": "application/octet-stream",
+        }
+        deadline = aiohttp.ClientTimeout(total=REQUEST_DEADLINE_S + len(blob) / MINIMUM_RATE_BYTES_S)
+        try:
+            async with self._session.put(
+                url, data=blob, headers=headers, timeout=deadline, allow_redirects=False
+            ) as reply:
+                body = await read_bounded(reply.content, MAX_ENVELOPE_BYTES)
+                status, retry_after = reply.status, reply.headers.get("Retry-After", "")
+        except (aiohttp.ClientError, OSError, TimeoutError) as exc:
+            raise _LaterError(f"{url} was not reached: {type(exc).__name__}: {exc}") from exc
+        if status == 200:
+            return body
+        code, message = read_error(body)
+        if retry_after:
+            seconds = int(retry_after) if retry_after.isdigit() else 1
+            raise _LaterError(f"{code.value}: {message}", float(seconds))
+        raise UploadRefusedError(f"{message} (HTTP {status})", code)
+
+
+class _LaterError(Exception):
+    """Not now; try again after `wait_s` seconds or more."""
+
+    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
+async def settle(tasks: set[asyncio.Task[None]], deadline_s: float) -> None:
+    """Give running uploads a last chance; what remains stays on disk for the next start."""
+    if tasks:
+        await asyncio.wait(tasks, timeout=deadline_s)
+    for task in tasks:
+        task.cancel()
