@@ -4,9 +4,9 @@
            -> [prefill] -> proof -> seeded tokens -> log-probabilities -> reward
 
 Whole-submission failures (`format` on every rollout): bytes that are no Submission, longer than any answer to the
-lease can be, or not as many rollouts as the lease asks for. A submission of another lease is `wrong-task` on every rollout. Everything else is decided rollout by
-rollout. Memory: decoded lengths are bounded by the record's limits and checked against the lease before the model
-runs; the prefill holds one batch of states and one tile of logits at a time.
+lease can be, or not as many rollouts as the lease asks for. A submission of another lease is `wrong-task` on every
+rollout. Everything else is decided rollout by rollout. Memory: lengths are checked against the lease before they are
+decoded, and again before the model runs; the prefill holds one batch of states and one tile of logits at a time.
 
 Not covered: fetching bytes, signing verdicts, what follows from them (`protocol.state`).
 

@@ -81,20 +81,26 @@ def check_shape(proofs: Sequence[bytes], tokens: int, hidden: int) -> None:
     if len(proofs) != len(rows):
         raise ProofError(f"{len(proofs)} proof chunks for {tokens} tokens, {len(rows)} needed")
     for proof, count in zip(proofs, rows, strict=True):
-        parse_proof(proof, min(PROOF_TOPK, count * hidden))
+        parse_proof(proof, count * hidden)
 
 
-def parse_proof(proof: bytes, points: int) -> tuple[int, U32]:
+def parse_proof(proof: bytes, values: int) -> tuple[int, U32]:
     """Split one chunk's proof into its modulus and coefficients, uint32 [2, K].
 
+    Args:
+        values: rows * H of the chunk. Up to 65497 of them need no other modulus than 65497, and none is taken: a
+            proof has one form.
+
     Raises:
-        ProofError: wrong length, modulus outside [32769, 65497], a coefficient not in the field.
+        ProofError: wrong length, a modulus outside [32769, 65497] or not the one form, a coefficient not in the field.
     """
+    points = min(PROOF_TOPK, values)
     if len(proof) != 2 + 4 * points:
         raise ProofError(f"a proof of {len(proof)} bytes, {2 + 4 * points} needed for {points} values")
     modulus = int.from_bytes(proof[:2], "big")
-    if not PROOF_MODULUS_MIN <= modulus <= PROOF_MODULUS_MAX:
-        raise ProofError(f"modulus {modulus} is outside [{PROOF_MODULUS_MIN}, {PROOF_MODULUS_MAX}]")
+    lowest = PROOF_MODULUS_MAX if values <= PROOF_MODULUS_MAX else PROOF_MODULUS_MIN
+    if not lowest <= modulus <= PROOF_MODULUS_MAX:
+        raise ProofError(f"modulus {modulus} is outside [{lowest}, {PROOF_MODULUS_MAX}]")
     coefficients = np.frombuffer(proof, dtype=">u2", offset=2).astype(np.uint32)
     if int(coefficients.max()) >= PROOF_MODULUS_MAX:
         raise ProofError(f"coefficient {int(coefficients.max())} is outside the field of {PROOF_MODULUS_MAX}")
@@ -118,7 +124,7 @@ def build_many(states: Sequence[F32]) -> list[list[bytes]]:
     proofs: list[list[bytes]] = [[b""] * len(chunk_rows(_check_states(s))) for s in states]
     for group in _groups(states):
         index_CK, value_CK = _top(group)
-        moduli = [_injective_modulus(row) for row in index_CK] if group.indices > _P else [int(_P)] * len(index_CK)
+        moduli = [_injective_modulus(row) for row in index_CK] if max(group.values) > _P else [int(_P)] * len(index_CK)
         x_CK = (index_CK % np.asarray(moduli, dtype=np.int64)[:, None]).astype(np.uint32)
         bits_CK = value_CK.view(np.uint32)
         limbs = np.stack([bits_CK >> np.uint32(16), (bits_CK & np.uint32(0xFFFF)) >> np.uint32(1)], axis=1)
@@ -154,7 +160,10 @@ def verify_many(states: Sequence[F32], proofs: Sequence[Sequence[bytes]], gate: 
     for group in _groups(states):
         index_CK, own_CK = _top(group)
         points = index_CK.shape[1]
-        parsed = [parse_proof(proofs[rollout][chunk], points) for rollout, chunk in group.where]
+        parsed = [
+            parse_proof(proofs[rollout][chunk], values)
+            for (rollout, chunk), values in zip(group.where, group.values, strict=True)
+        ]
         moduli = np.asarray([modulus for modulus, _ in parsed], dtype=np.int64)
         limbs = _evaluate(np.stack([c for _, c in parsed]), (index_CK % moduli[:, None]).astype(np.uint32))
         high_CK, low_CK = limbs[:, 0], limbs[:, 1]
@@ -183,9 +192,9 @@ class _Group:
     where: list[tuple[int, int]]
     flat_CF: F32
     magnitude_CF: F32
+    values: list[int]
+    """Per chunk rows * H: one more than its largest index."""
     points: int
-    indices: int
-    """One more than the largest index."""
 
 
 def _check_states(states_NH: F32) -> int:
@@ -220,7 +229,8 @@ def _group(states: Sequence[F32], members: list[tuple[int, int, int]], hidden: i
         start = chunk * PROOF_CHUNK_TOKENS
         flat_CF[i, : rows * hidden] = states[rollout][start : start + rows].reshape(-1)
         np.abs(flat_CF[i, : rows * hidden], out=magnitude_CF[i, : rows * hidden])
-    return _Group([(rollout, chunk) for rollout, chunk, _ in members], flat_CF, magnitude_CF, points, widest)
+    where = [(rollout, chunk) for rollout, chunk, _ in members]
+    return _Group(where, flat_CF, magnitude_CF, [rows * hidden for _, _, rows in members], points)
 
 
 def _top(group: _Group) -> tuple[I64, F32]:

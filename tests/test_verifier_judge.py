@@ -1,0 +1,689 @@
+"""`verifier.judge` on real submissions: honest ones of the real decoder, and every way to be wrong.
+
+The policy is the checked-in tiny model, or a small random one where rollouts must be long; rollouts come from
+`node.decode`, exactly as an engine makes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import zstandard
+from blake3 import blake3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from environments.base import Environment
+from environments.registry import make
+from node.decode import DecodeRequest, decode
+from protocol import codec
+from protocol.envelope import seal
+from protocol.errors import DecodeError, ReasonCode
+from protocol.identity import Identity
+from protocol.manifest import (
+    MANIFEST_KIND,
+    LeasePolicy,
+    ModelSpec,
+    Run,
+    RunManifest,
+    SamplingSpec,
+    Thresholds,
+    open_manifest,
+    run_id_of,
+)
+from protocol.records import (
+    ACCEPT,
+    FINISH_EOS,
+    FINISH_LENGTH,
+    INCONCLUSIVE,
+    REJECT,
+    Lease,
+    Rollout,
+    Submission,
+)
+from protocol.seeds import sampling_seed
+from verifier import toploc
+from verifier.errors import PolicyError, VerifierError
+from verifier.judge import Judgement, decompress_submission, judge, judge_upload
+from verifier.model import PolicyModel, completion_text, load_policy, prompt_ids
+
+torch.set_num_threads(1)
+TINY = Path(__file__).parent.parent / "trainer" / "data" / "tiny"
+NONCE = bytes(range(32))
+
+
+def open_run(environment: Environment, temperature: float, cap: int, stop: tuple[int, ...]) -> Run:
+    root = Identity.generate()
+    manifest = RunManifest(
+        name="test",
+        created=1,
+        root=root.public,
+        coordinator=Identity.generate().public,
+        origin=Identity.generate().public,
+        coordinator_transport=Identity.generate().public,
+        control=(),
+        ingress=(),
+        profile="fp32",
+        model=ModelSpec("Qwen3ForCausalLM", "float32", bytes(32), 256, ()),
+        environments=(environment.spec(),),
+        sampling=SamplingSpec(temperature, cap, stop),
+        thresholds=Thresholds(3e-6, 4, 2.0**-6, 1e-4, 1e-4, 0, 0, 0.0, 0, 0.0, 0.0, "test"),
+        leases=LeasePolicy(8, 16, 4, 2, 4, 32, 60_000, 1000, 0.1),
+        steps=1,
+        versions=(0x0100, 0x0100),
+        allow_private=True,
+        contact="nobody@example.org",
+        privacy="none",
+    )
+    envelope = seal(root, MANIFEST_KIND, manifest, run=run_id_of(manifest), sequence=1, issued_at=1)
+    return open_manifest(envelope.raw)
+
+
+@dataclasses.dataclass
+class Rig:
+    """A run, a lease and the honest answer to it."""
+
+    run: Run
+    lease: Lease
+    policy: PolicyModel
+    environment: Environment
+    honest: Submission
+    generator: object = None
+
+    def answer(
+        self,
+        model: object = None,
+        *,
+        lease: Lease | None = None,
+        temperature: float | None = None,
+        batch_rows: int = 128,
+    ) -> Submission:
+        """What an engine that holds `model` (default: the right one) answers."""
+        lease = lease or self.lease
+        sampling = self.run.manifest.sampling
+        tokenizer, stop = self.policy.tokenizer, sampling.stop_tokens
+        tasks = [self.environment.task(i) for i in lease.tasks for _ in range(lease.samples)]
+        numbers = [(i, sample) for i in lease.tasks for sample in range(lease.samples)]
+        requests = [
+            DecodeRequest(
+                tuple(prompt_ids(tokenizer, task.prompt)),
+                sampling_seed(self.run.id, lease.nonce, index, sample),
+                lease.max_new_tokens,
+            )
+            for task, (index, sample) in zip(tasks, numbers, strict=True)
+        ]
+        outputs = decode(
+            model or self.policy.model,
+            requests,
+            temperature=temperature or sampling.temperature,
+            stop_tokens=stop,
+            batch_rows=batch_rows,
+        )
+        proofs = toploc.build_many([out.states_NH for out in outputs])
+        rollouts = tuple(
+            Rollout(
+                task=index,
+                sample=sample,
+                tokens=np.asarray(out.tokens, dtype="<u4").tobytes(),
+                logprobs=out.logprobs.astype("<f4").tobytes(),
+                finish=out.finish,
+                reward=self.environment.score(
+                    task, completion_text(tokenizer, out.tokens, stop), out.finish == FINISH_EOS
+                ),
+                proofs=tuple(proof),
+            )
+            for task, (index, sample), out, proof in zip(tasks, numbers, outputs, proofs, strict=True)
+        )
+        return Submission(lease.lease_id, "test", rollouts)
+
+    def prove(self, rollout: Rollout, tokens: list[int]) -> Rollout:
+        """The rollout with other tokens, everything else recomputed from one honest prefill of the right model."""
+        prompt = prompt_ids(self.policy.tokenizer, self.environment.task(rollout.task).prompt)
+        (pre,) = self.policy.prefill([(prompt, tokens)])
+        logprobs = torch.log_softmax(torch.from_numpy(pre.logits_NV), -1)[torch.arange(len(tokens)), tokens]
+        stop = self.run.manifest.sampling.stop_tokens
+        finished = tokens[-1] in stop
+        text = completion_text(self.policy.tokenizer, tokens, stop)
+        return dataclasses.replace(
+            rollout,
+            tokens=np.asarray(tokens, dtype="<u4").tobytes(),
+            logprobs=logprobs.numpy().astype("<f4").tobytes(),
+            finish=FINISH_EOS if finished else FINISH_LENGTH,
+            reward=self.environment.score(self.environment.task(rollout.task), text, finished),
+            proofs=tuple(toploc.build_proofs(pre.states_NH)),
+        )
+
+    def judge(self, submission: Submission) -> Judgement:
+        return judge(self.run, self.lease, codec.encode(submission), self.policy, self.environment)
+
+    def only(self, position: int, rollout: Rollout) -> str:
+        """Judge the honest submission with one rollout replaced; its siblings must be untouched."""
+        rollouts = list(self.honest.rollouts)
+        rollouts[position] = rollout
+        judged = self.judge(dataclasses.replace(self.honest, rollouts=tuple(rollouts)))
+        for i, outcome in enumerate(judged.outcomes):
+            assert i == position or (outcome.outcome, outcome.reason) == (ACCEPT, "holds")
+        assert len(judged.details) == len(judged.outcomes) == len(rollouts)
+        if judged.outcomes[position].outcome != ACCEPT:
+            assert judged.details[position].logprobs == b"" and judged.details[position].reward == 0.0
+        return judged.outcomes[position].reason
+
+
+def make_rig(
+    policy: PolicyModel, environment: Environment, tasks: int, samples: int, cap: int, stop: tuple[int, ...]
+) -> Rig:
+    run = open_run(environment, 1.0, cap, stop)
+    lease = Lease(
+        bytes(16),
+        run.id,
+        0,
+        0,
+        bytes(32),
+        environment.digest,
+        NONCE,
+        tuple(range(100, 100 + tasks)),
+        samples,
+        cap,
+        60_000,
+        1 << 20,
+    )
+    rig = Rig(run, lease, policy, environment, Submission(bytes(16), "test", ()))
+    rig.honest = rig.answer()
+    return rig
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Rig:
+    """Four tasks by eight samples of word reversal: what the demo's nodes submit all day."""
+    return make_rig(load_policy(TINY), make("word"), 4, 8, 9, (1,))
+
+
+def random_policy(directory: Path, seed: int, architecture: str = "llama") -> PolicyModel:
+    """A two-layer model with random weights wide enough apart that its states are not all alike."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
+        "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    if architecture == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=False))
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=12, tie_word_embeddings=True))
+    directory.mkdir(exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    (directory / "config.json").write_text(model.config.to_json_string(use_diff=False))
+    (directory / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
+    weights = {k: v.clone() for k, v in model.named_parameters()}
+    save_file(weights, directory / "model.safetensors")
+    return load_policy(directory)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    """Rollouts of up to 80 tokens, three chunks: nothing ends early but by its seed."""
+    policy = random_policy(tmp_path_factory.mktemp("long"), 1)
+    return make_rig(policy, make("word"), 2, 4, 80, (1,))
+
+
+def tokens_of(rollout: Rollout) -> list[int]:
+    return [int(t) for t in np.frombuffer(rollout.tokens, dtype="<u4")]
+
+
+def words(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def reasons(judged: Judgement) -> list[str]:
+    return [outcome.reason for outcome in judged.outcomes]
+
+
+# --- honest ---------------------------------------------------------------------------------------------------------
+
+
+def test_honest_rollouts_hold_whatever_the_decoding_batch(tiny: Rig, long: Rig) -> None:
+    for rig in (tiny, long):
+        for rows in (1, 3, 128):
+            judged = rig.judge(rig.answer(batch_rows=rows))
+            assert set(reasons(judged)) == {"holds"}
+            limits = rig.run.manifest.thresholds
+            for detail in judged.details:
+                numbers = {n.name: n.value for n in detail.numbers}
+                assert numbers["proof_median"] <= limits.proof_median / 5 and numbers["proof_outliers"] == 0
+                assert numbers["token_margin"] <= limits.token_margin / 5
+                assert numbers["logprob_error"] <= limits.logprob / 2
+    assert max(len(r.proofs) for r in long.honest.rollouts) == 3
+
+
+def test_an_accepted_rollout_carries_the_verifiers_own_numbers(tiny: Rig) -> None:
+    judged = tiny.judge(tiny.honest)
+    assert {r.reward for r in tiny.honest.rollouts} == {0.0, 1.0}, "the rig should earn some rewards and miss some"
+    for rollout, detail in zip(tiny.honest.rollouts, judged.details, strict=True):
+        own = np.frombuffer(detail.logprobs, dtype="<f4")
+        np.testing.assert_allclose(own, np.frombuffer(rollout.logprobs, dtype="<f4"), atol=1e-4)
+        assert detail.reward == rollout.reward
+    assert codec.decode(type(judged.verdict_details()), codec.encode(judged.verdict_details()))
+
+
+def test_a_submission_of_32_rollouts_is_cheap(tiny: Rig) -> None:
+    raw = codec.encode(tiny.honest)
+    judge(tiny.run, tiny.lease, raw, tiny.policy, tiny.environment)
+    start = time.process_time()
+    for _ in range(3):
+        judge(tiny.run, tiny.lease, raw, tiny.policy, tiny.environment)
+    assert (time.process_time() - start) / 3 < 0.25
+
+
+# --- other weights ----------------------------------------------------------------------------------------------------
+
+
+def quantise(model: torch.nn.Module) -> torch.nn.Module:
+    """Every matrix rounded to 8 bits a weight, one scale a row."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                scale = weight.abs().amax(1, keepdim=True) / 127
+                weight.copy_((weight / scale).round() * scale)
+    return other
+
+
+def without_top_layer(model: torch.nn.Module) -> torch.nn.Module:
+    other = copy.deepcopy(model)
+    other.model.layers = other.model.layers[:-1]
+    other.config.num_hidden_layers -= 1
+    return other
+
+
+@pytest.mark.parametrize("name", ["tiny", "long"])
+def test_quantised_weights_with_their_own_states_do_not_match(name: str, request: pytest.FixtureRequest) -> None:
+    rig = request.getfixturevalue(name)
+    assert set(reasons(rig.judge(rig.answer(quantise(rig.policy.model))))) == {"proof-mismatch"}
+
+
+def test_weights_one_small_step_away_do_not_match(tiny: Rig) -> None:
+    stale = copy.deepcopy(tiny.policy.model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in stale.parameters():
+            weight += 1e-5 * torch.sign(torch.randn(weight.shape, generator=generator))
+    assert set(reasons(tiny.judge(tiny.answer(stale)))) == {"proof-mismatch"}
+
+
+@pytest.mark.parametrize("name", ["tiny", "long"])
+def test_a_smaller_models_tokens_reproved_by_the_right_one_are_not_forced(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    rig = request.getfixturevalue(name)
+    cheap = rig.answer(without_top_layer(rig.policy.model))
+    proved = tuple(rig.prove(r, tokens_of(r)) for r in cheap.rollouts)
+    judged = rig.judge(dataclasses.replace(cheap, rollouts=proved))
+    for honest, made, outcome in zip(rig.honest.rollouts, proved, judged.outcomes, strict=True):
+        assert outcome.reason == ("holds" if made.tokens == honest.tokens else "token-not-forced")
+    assert "token-not-forced" in reasons(judged)
+
+
+def test_another_temperature_is_not_forced(tiny: Rig) -> None:
+    cold = tiny.answer(temperature=0.3)
+    proved = tuple(tiny.prove(r, tokens_of(r)) for r in cold.rollouts)
+    judged = tiny.judge(dataclasses.replace(cold, rollouts=proved))
+    for honest, made, outcome in zip(tiny.honest.rollouts, proved, judged.outcomes, strict=True):
+        assert outcome.reason == ("holds" if made.tokens == honest.tokens else "token-not-forced")
+    assert "token-not-forced" in reasons(judged)
+
+
+# --- one rollout wrong, each for its own reason -----------------------------------------------------------------------
+
+
+def position_of(rig: Rig, wanted: Callable[[Rollout], bool]) -> tuple[int, Rollout]:
+    return next((i, r) for i, r in enumerate(rig.honest.rollouts) if wanted(r))
+
+
+def test_an_edited_token_with_its_old_proof_does_not_match(long: Rig) -> None:
+    i, rollout = position_of(long, lambda r: len(tokens_of(r)) > 40)
+    edited = tokens_of(rollout)
+    edited[10] = 2 + (edited[10] - 1) % 40
+    assert long.only(i, dataclasses.replace(rollout, tokens=words(edited))) == "proof-mismatch"
+
+
+def test_an_edited_last_token_is_not_forced(long: Rig) -> None:
+    """The last token produced no state, so the old proof still holds; its seed does not."""
+    i, rollout = position_of(long, lambda r: r.finish == FINISH_LENGTH)
+    edited = tokens_of(rollout)
+    edited[-1] = 2 + (edited[-1] - 1) % 40
+    assert long.only(i, dataclasses.replace(rollout, tokens=words(edited))) == "token-not-forced"
+
+
+def test_an_edited_token_proved_again_is_not_forced(long: Rig) -> None:
+    i, rollout = position_of(long, lambda r: len(tokens_of(r)) > 40)
+    edited = tokens_of(rollout)
+    edited[20] = 2 + (edited[20] - 1) % 40
+    assert long.only(i, long.prove(rollout, edited)) == "token-not-forced"
+
+
+def test_a_transplanted_proof_does_not_match(tiny: Rig, long: Rig) -> None:
+    for rig in (tiny, long):
+        i, rollout = 0, rig.honest.rollouts[0]
+        donor = next(
+            r for r in rig.honest.rollouts[1:] if r.tokens != rollout.tokens and len(r.proofs) == len(rollout.proofs)
+        )
+        assert rig.only(i, dataclasses.replace(rollout, proofs=donor.proofs)) == "proof-mismatch"
+
+
+def test_a_proof_with_every_sign_flipped_does_not_match(long: Rig) -> None:
+    rollout = long.honest.rollouts[0]
+    prompt = prompt_ids(long.policy.tokenizer, long.environment.task(rollout.task).prompt)
+    (pre,) = long.policy.prefill([(prompt, tokens_of(rollout))])
+    assert long.only(0, dataclasses.replace(rollout, proofs=tuple(toploc.build_proofs(pre.states_NH)))) == "holds"
+    flipped = tuple(toploc.build_proofs(-pre.states_NH))
+    assert long.only(0, dataclasses.replace(rollout, proofs=flipped)) == "proof-mismatch"
+
+
+@pytest.mark.parametrize(
+    "mangle",
+    [
+        pytest.param(lambda p: (), id="none"),
+        pytest.param(lambda p: (*p, p[0]), id="one too many"),
+        pytest.param(lambda p: (p[0][:-2], *p[1:]), id="cut"),
+        pytest.param(lambda p: (p[0][:2], *p[1:]), id="no coefficients"),
+        pytest.param(lambda p: (b"", *p[1:]), id="empty chunk"),
+        pytest.param(lambda p: (bytes(2) + p[0][2:], *p[1:]), id="modulus 0"),
+        pytest.param(lambda p: ((32768).to_bytes(2, "big") + p[0][2:], *p[1:]), id="modulus too low"),
+        pytest.param(lambda p: ((65498).to_bytes(2, "big") + p[0][2:], *p[1:]), id="modulus too high"),
+        pytest.param(lambda p: (p[0][:2] + (65497).to_bytes(2, "big") + p[0][4:], *p[1:]), id="coefficient"),
+    ],
+)
+def test_a_proof_of_the_wrong_shape_is_malformed(
+    tiny: Rig, long: Rig, mangle: Callable[[tuple[bytes, ...]], tuple[bytes, ...]]
+) -> None:
+    for rig in (tiny, long):
+        rollout = rig.honest.rollouts[2]
+        assert rig.only(2, dataclasses.replace(rollout, proofs=mangle(rollout.proofs))) == "proof-malformed"
+
+
+def test_a_null_proof_does_not_match(tiny: Rig) -> None:
+    rollout = tiny.honest.rollouts[0]
+    null = (65497).to_bytes(2, "big") + bytes(len(rollout.proofs[0]) - 2)
+    assert tiny.only(0, dataclasses.replace(rollout, proofs=(null,))) == "proof-mismatch"
+
+
+def test_every_wrong_ending_is_termination(tiny: Rig) -> None:
+    i, ended = position_of(tiny, lambda r: r.finish == FINISH_EOS and 5 <= len(tokens_of(r)) < 9)
+    tokens = tokens_of(ended)
+    wrong = {
+        "stop inside": [tokens[0], 1, *tokens[2:]],
+        "stop twice": [*tokens, 1],
+        "early stop": tokens[:-1],
+        "over the cap": [*tokens[:-1], *[5] * (9 - len(tokens) + 1), 1],
+        "nothing": [],
+    }
+    for finish in (FINISH_EOS, FINISH_LENGTH):
+        for name, ids in wrong.items():
+            claim = dataclasses.replace(ended, tokens=words(ids), logprobs=bytes(4 * len(ids)), finish=finish)
+            assert tiny.only(i, claim) == "termination", name
+    assert tiny.only(i, dataclasses.replace(ended, finish=FINISH_LENGTH)) == "termination"
+
+
+def test_stopping_early_with_an_honest_proof_is_not_forced(tiny: Rig) -> None:
+    i, rollout = position_of(tiny, lambda r: len(tokens_of(r)) >= 5)
+    assert tiny.only(i, tiny.prove(rollout, [*tokens_of(rollout)[:2], 1])) == "token-not-forced"
+    assert tiny.only(i, tiny.prove(rollout, [1])) == "token-not-forced"
+
+
+def test_a_token_outside_the_vocabulary_is_out_of_range(tiny: Rig) -> None:
+    i, rollout = position_of(tiny, lambda r: r.finish == FINISH_EOS)
+    for bad in (64, 1 << 20, (1 << 32) - 1):
+        ids = [bad, *tokens_of(rollout)[1:]]
+        assert tiny.only(i, dataclasses.replace(rollout, tokens=words(ids))) == "token-range"
+
+
+def test_a_rollout_in_anothers_place_is_the_wrong_task(tiny: Rig) -> None:
+    rollouts = tiny.honest.rollouts
+    assert tiny.only(0, rollouts[1]) == "wrong-task"
+    assert tiny.only(8, dataclasses.replace(rollouts[8], task=rollouts[0].task)) == "wrong-task"
+    assert tiny.only(3, dataclasses.replace(rollouts[3], sample=99)) == "wrong-task"
+    swapped = (rollouts[1], rollouts[0], *rollouts[2:])
+    judged = tiny.judge(dataclasses.replace(tiny.honest, rollouts=swapped))
+    assert reasons(judged) == ["wrong-task"] * 2 + ["holds"] * 30
+
+
+def test_a_replay_under_a_new_lease_is_not_forced(tiny: Rig) -> None:
+    """The same tasks with another nonce: everything is right but the seed."""
+    rig = dataclasses.replace(tiny, lease=dataclasses.replace(tiny.lease, lease_id=b"n" * 16, nonce=b"n" * 32))
+    replayed = dataclasses.replace(tiny.honest, lease_id=b"n" * 16)
+    judged = rig.judge(replayed)
+    fresh = rig.answer()
+    for old, new, outcome in zip(replayed.rollouts, fresh.rollouts, judged.outcomes, strict=True):
+        assert outcome.reason == ("holds" if old.tokens == new.tokens else "token-not-forced")
+    assert reasons(judged).count("token-not-forced") > 16
+    assert set(reasons(rig.judge(tiny.honest))) == {"wrong-task"}, "another lease's submission"
+
+
+def test_a_reward_that_is_not_earned_is_a_mismatch(tiny: Rig) -> None:
+    i, lost = position_of(tiny, lambda r: r.reward == 0.0)
+    assert tiny.only(i, dataclasses.replace(lost, reward=1.0)) == "reward-mismatch"
+    j, won = position_of(tiny, lambda r: r.reward == 1.0)
+    assert tiny.only(j, dataclasses.replace(won, reward=0.0)) == "reward-mismatch"
+    assert tiny.only(j, dataclasses.replace(won, reward=1.0 + 1e-12)) == "reward-mismatch"
+
+
+def test_a_log_probability_that_is_off_is_a_mismatch(tiny: Rig) -> None:
+    rollout = tiny.honest.rollouts[5]
+    claimed = np.frombuffer(rollout.logprobs, dtype="<f4").copy()
+    for at, change in ((0, 1e-3), (len(claimed) - 1, -1e-3), (1, 3e38)):
+        wrong = claimed.copy()
+        wrong[at] += np.float32(change)
+        assert tiny.only(5, dataclasses.replace(rollout, logprobs=wrong.tobytes())) == "logprob-mismatch"
+
+
+def test_parts_that_do_not_fit_together_are_format(tiny: Rig) -> None:
+    rollout = tiny.honest.rollouts[4]
+    count = len(tokens_of(rollout))
+    for bad in (
+        dataclasses.replace(rollout, logprobs=b""),
+        dataclasses.replace(rollout, logprobs=rollout.logprobs + bytes(4)),
+        dataclasses.replace(rollout, logprobs=struct.pack("<f", float("nan")) * count),
+        dataclasses.replace(rollout, logprobs=struct.pack("<f", float("-inf")) * count),
+        dataclasses.replace(rollout, finish=2),
+        dataclasses.replace(rollout, finish=255),
+    ):
+        assert tiny.only(4, bad) == "format"
+
+
+def test_a_one_token_rollout_can_be_honest(tmp_path: Path) -> None:
+    policy = load_policy(TINY)
+    rig = make_rig(policy, make("word"), 1, 4, 1, (1,))
+    assert all(len(tokens_of(r)) == 1 for r in rig.honest.rollouts)
+    assert len(rig.honest.rollouts[0].proofs[0]) == 2 + 4 * 96
+    assert set(reasons(rig.judge(rig.honest))) == {"holds"}
+
+
+# --- whole submissions ------------------------------------------------------------------------------------------------
+
+
+def test_missing_or_extra_rollouts_fail_the_submission(tiny: Rig) -> None:
+    rollouts = tiny.honest.rollouts
+    for wrong in (rollouts[:-1], (*rollouts, rollouts[0]), ()):
+        judged = tiny.judge(dataclasses.replace(tiny.honest, rollouts=wrong))
+        assert reasons(judged) == ["format"] * 32
+
+
+def test_bytes_that_are_no_submission_fail_it(tiny: Rig) -> None:
+    for raw in (b"", b"\xc1", b"\x93", codec.encode(tiny.lease), codec.encode(tiny.honest)[:-1]):
+        judged = judge(tiny.run, tiny.lease, raw, tiny.policy, tiny.environment)
+        assert reasons(judged) == ["format"] * 32
+
+
+def test_a_submission_longer_than_its_lease_allows_is_not_even_decoded(tiny: Rig) -> None:
+    """64 MiB of nils would be half a gigabyte of Python list."""
+    raw = b"\xdd" + struct.pack(">I", 64 << 20) + b"\xc0" * (64 << 20)
+    tracemalloc.start()
+    judged = judge(tiny.run, tiny.lease, raw, tiny.policy, tiny.environment)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert reasons(judged) == ["format"] * 32 and peak < 1 << 20
+
+
+def test_long_vocabularies_are_replayed_in_tiles(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import verifier.judge as module
+
+    whole = tiny.judge(tiny.honest)
+    monkeypatch.setattr(module, "_TILE_LOGITS", 64 * 5)
+    tiled = tiny.judge(tiny.honest)
+    assert reasons(tiled) == reasons(whole)
+    for a, b in zip(whole.details, tiled.details, strict=True):
+        np.testing.assert_allclose(
+            np.frombuffer(a.logprobs, dtype="<f4"), np.frombuffer(b.logprobs, dtype="<f4"), atol=2e-5
+        )
+
+
+def test_an_upload_is_opened_only_as_declared(tiny: Rig) -> None:
+    raw = codec.encode(tiny.honest)
+    blob = zstandard.ZstdCompressor(level=3).compress(raw)
+    assert decompress_submission(blob, len(raw)) == raw
+    good = judge_upload(tiny.run, tiny.lease, blob, len(raw), tiny.policy, tiny.environment)
+    assert set(reasons(good)) == {"holds"}
+    bomb = zstandard.ZstdCompressor(level=3).compress(bytes(64 << 20))
+    undeclared = zstandard.ZstdCompressor(level=3, write_content_size=False).compress(raw)
+    for bad, length, code in (
+        (blob, len(raw) - 1, ReasonCode.LENGTH_MISMATCH),
+        (bomb, len(raw), ReasonCode.LENGTH_MISMATCH),
+        (undeclared, len(raw), ReasonCode.LENGTH_MISMATCH),
+        (blob, 1 << 40, ReasonCode.OVERSIZE),
+        (blob + blob, len(raw), ReasonCode.MALFORMED),
+        (blob[:-3], len(raw), ReasonCode.MALFORMED),
+        (b"", 0, ReasonCode.MALFORMED),
+        (b"not zstd at all", 15, ReasonCode.MALFORMED),
+    ):
+        with pytest.raises(DecodeError) as caught:
+            decompress_submission(bad, length)
+        assert caught.value.code == code
+        judged = judge_upload(tiny.run, tiny.lease, bad, length, tiny.policy, tiny.environment)
+        assert reasons(judged) == ["format"] * 32
+    judged = judge_upload(tiny.run, tiny.lease, bomb, 64 << 20, tiny.policy, tiny.environment)
+    assert reasons(judged) == ["format"] * 32
+
+
+def test_the_wrong_policy_environment_or_lease_is_the_callers_error(tiny: Rig) -> None:
+    raw = codec.encode(tiny.honest)
+    with pytest.raises(VerifierError, match="environment"):
+        judge(tiny.run, tiny.lease, raw, tiny.policy, make("word", {"transform": "sort"}))
+    for samples in (0, 1 << 31):
+        with pytest.raises(VerifierError, match="rollouts"):
+            judge(tiny.run, dataclasses.replace(tiny.lease, samples=samples), raw, tiny.policy, tiny.environment)
+    policy = load_policy(TINY, root=b"r" * 32)
+    with pytest.raises(VerifierError, match="policy"):
+        judge(tiny.run, tiny.lease, raw, policy, tiny.environment)
+    lease = dataclasses.replace(tiny.lease, root=b"r" * 32)
+    assert set(reasons(judge(tiny.run, lease, raw, policy, tiny.environment))) == {"holds"}
+
+
+def test_a_policy_that_computes_nan_decides_nothing(tiny: Rig, tmp_path: Path) -> None:
+    policy = load_policy(TINY)
+    with torch.no_grad():
+        policy.model.model.norm.weight[0] = float("nan")
+    judged = judge(tiny.run, tiny.lease, codec.encode(tiny.honest), policy, tiny.environment)
+    assert {(o.outcome, o.reason) for o in judged.outcomes} == {(INCONCLUSIVE, "validator-failed")}
+
+
+def test_weights_are_swapped_in_place_between_policies(tmp_path: Path) -> None:
+    """The audit's way: one model object, the weights of one policy after the other."""
+    first, second = random_policy(tmp_path / "a", 1, "qwen3"), random_policy(tmp_path / "b", 2, "qwen3")
+    environment = make("word")
+    rig = make_rig(second, environment, 1, 4, 40, (1,))
+    assert "proof-mismatch" in reasons(judge(rig.run, rig.lease, codec.encode(rig.honest), first, environment))
+    first.load_weights(tmp_path / "b", root=bytes(32))
+    assert set(reasons(judge(rig.run, rig.lease, codec.encode(rig.honest), first, environment))) == {"holds"}
+    with pytest.raises(PolicyError):
+        first.load_weights(TINY)
+    assert set(reasons(judge(rig.run, rig.lease, codec.encode(rig.honest), first, environment))) == {"holds"}
+
+
+# --- hostile bytes ----------------------------------------------------------------------------------------------------
+
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def check_judged(rig: Rig, raw: bytes) -> list[int]:
+    """Judge bytes, check the answer's shape, and return which rollouts were accepted."""
+    judged = judge(rig.run, rig.lease, raw, rig.policy, rig.environment)
+    assert len(judged.outcomes) == len(judged.details) == len(rig.honest.rollouts)
+    assert all(o.outcome in (ACCEPT, REJECT, INCONCLUSIVE) for o in judged.outcomes)
+    codec.encode(judged.verdict_details())
+    return [i for i, o in enumerate(judged.outcomes) if o.outcome == ACCEPT]
+
+
+@pytest.fixture(scope="module")
+def small() -> Rig:
+    return make_rig(load_policy(TINY), make("word"), 1, 2, 9, (1,))
+
+
+@FUZZ
+@given(data=st.data())
+def test_flipped_bytes_never_raise_and_are_never_accepted_unless_harmless(small: Rig, data: st.DataObject) -> None:
+    raw = bytearray(codec.encode(small.honest))
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+    accepted = check_judged(small, bytes(raw))
+    for i in accepted:
+        made, honest = codec.decode(Submission, bytes(raw)).rollouts[i], small.honest.rollouts[i]
+        assert dataclasses.replace(made, logprobs=honest.logprobs) == honest
+
+
+@FUZZ
+@given(raw=st.binary(max_size=300))
+def test_random_bytes_never_raise(small: Rig, raw: bytes) -> None:
+    check_judged(small, raw)
+
+
+ROLLOUTS = st.builds(
+    Rollout,
+    task=st.sampled_from([100, 101, 0, (1 << 64) - 1]),
+    sample=st.sampled_from([0, 1, 2, (1 << 32) - 1]),
+    tokens=st.lists(st.sampled_from([0, 1, 2, 30, 63, 64, (1 << 32) - 1]), max_size=12).map(words),
+    logprobs=st.lists(st.floats(width=32), max_size=12).map(lambda v: struct.pack(f"<{len(v)}f", *v)),
+    finish=st.integers(0, 3),
+    reward=st.floats(allow_nan=False, allow_infinity=False),
+    proofs=st.lists(
+        st.one_of(st.binary(max_size=514), st.binary(min_size=512, max_size=512).map(lambda b: b"\xff\xd9" + b)),
+        max_size=2,
+    ).map(tuple),
+)  # fmt: skip
+
+
+@FUZZ
+@given(rollouts=st.lists(ROLLOUTS, min_size=2, max_size=2))
+def test_well_formed_nonsense_never_raises_and_is_never_accepted(small: Rig, rollouts: list[Rollout]) -> None:
+    raw = codec.encode(Submission(small.lease.lease_id, "", tuple(rollouts)))
+    judged = judge(small.run, small.lease, raw, small.policy, small.environment)
+    assert all(o.outcome == REJECT for o in judged.outcomes)
+
+
+@FUZZ
+@given(data=st.data())
+def test_one_mutated_field_touches_only_its_own_rollout(small: Rig, data: st.DataObject) -> None:
+    nonsense = data.draw(ROLLOUTS)
+    name = data.draw(st.sampled_from([f.name for f in dataclasses.fields(Rollout)]))
+    first, second = small.honest.rollouts
+    mixed = dataclasses.replace(first, **{name: getattr(nonsense, name)})
+    judged = small.judge(dataclasses.replace(small.honest, rollouts=(mixed, second)))
+    assert reasons(judged)[1] == "holds"
+    assert (judged.outcomes[0].outcome == ACCEPT) == (mixed == first)
+
+
+def test_the_run_id_is_part_of_every_seed(tiny: Rig) -> None:
+    other = open_run(tiny.environment, 1.0, 9, (1,))
+    assert other.id != tiny.run.id and blake3(codec.encode(other.manifest)).digest() == other.id
+    judged = judge(other, tiny.lease, codec.encode(tiny.honest), tiny.policy, tiny.environment)
+    assert "token-not-forced" in reasons(judged)

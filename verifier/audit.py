@@ -1,0 +1,323 @@
+"""`verifier audit`: check a run from its files alone, as somebody who trusts nobody in it.
+
+    ledger       segments, tree heads, every subject's signature, and the rules of the fold
+    files        every upload and verdict's details against the hashes that were signed
+    weights      every publication: signatures, shard hashes, root, and the ledger's announcement of it
+    verdicts     derived again with the validators' own `judge`, against the published weights
+    batches      rebuilt from ledger, uploads and details, and compared with the file
+
+Nothing is written inside the archive, no key and no `state_dir` is needed, and neither `trainer` nor `node` is
+imported. Verdicts are found from the signed entries themselves, not from the fold: a rewritten ledger can't hide one.
+
+Not covered: whether the learner computed its steps from the batches (it can't be derived without repeating them).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from shardcast.archive import open_published
+
+from environments.base import Environment
+from environments.errors import EnvironmentSpecError
+from environments.registry import load
+from protocol.errors import ProtocolError, ReasonCode, UsageError
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, RolloutDetail
+from protocol.state import ACCEPTED, PENDING, RunState
+from verifier.archive import MANIFEST, RunArchive, SubmissionFact, VerdictFact
+from verifier.batches import check_batches
+from verifier.errors import VerifierError
+from verifier.judge import Judgement, judge_upload
+from verifier.model import PolicyModel, load_policy, prompt_ids
+from verifier.report import Derived, Failure, Report
+
+WORDS = {ACCEPT: "accept", REJECT: "reject", INCONCLUSIVE: "inconclusive"}
+Progress = Callable[[int, int], None]
+"""(rollouts done, rollouts to do)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    rollout: str = ""
+    """Derive only this one again, and report its numbers."""
+    fraction: float = 1.0
+    """Share of submissions whose verdicts are derived again; everything else is always checked."""
+    seed: str = ""
+    """Hex; empty draws a fresh one, so that nobody can know beforehand what will be looked at."""
+
+
+def audit(root: Path, options: Options, progress: Progress = lambda done, total: None) -> Report:
+    """Audit a run directory.
+
+    Raises:
+        UsageError: not a run directory, or no such rollout in it.
+    """
+    started = time.monotonic()
+    report = Report()
+    try:
+        archive = RunArchive.open(root)
+    except UsageError:
+        raise
+    except ProtocolError as exc:
+        report.fail(MANIFEST, exc.code, f"{exc}; nothing else in {root} can be believed")
+        return report
+    except OSError as exc:
+        report.unchecked.append((_inside(root, exc), f"can't be read, so nothing can be checked: {exc.strerror}"))
+        return report
+    report.run, report.entries = archive.run.id.hex(), archive.log.size
+    for problem in archive.problems:
+        report.add(problem)
+    state = _check_rules(archive, report)
+    with tempfile.TemporaryDirectory(prefix="headwater-audit-") as scratch:
+        auditor = Auditor(archive, report, Path(scratch), options, progress)
+        auditor.check_files()
+        auditor.check_weights()
+        auditor.derive_verdicts(state)
+        check_batches(archive, report, auditor.prompt)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _inside(root: Path, exc: OSError) -> str:
+    """The file an error is about, as a record's name."""
+    name = str(exc.filename or root)
+    return name.removeprefix(f"{root}{os.sep}")
+
+
+def _check_rules(archive: RunArchive, report: Report) -> RunState:
+    """What the fold ignored is what the ledger's writer must answer for."""
+    state = archive.fold()
+    named = {failure.record for failure in report.failures}
+    for index, text in state.problems:
+        if f"ledger/{index}" not in named:
+            report.fail(f"ledger/{index}", ReasonCode.LEDGER_BROKEN, f"contradicts the entries before it: {text}")
+    report.finished = state.finished is not None
+    statuses = [outcome.status for s in state.submissions.values() for outcome in s.outcomes]
+    report.accepted_total = statuses.count(ACCEPTED)
+    report.rollouts_pending = statuses.count(PENDING)
+    return state
+
+
+class Auditor:
+    """Carries what the steps share: the damaged files, the loaded policy, the environments."""
+
+    def __init__(
+        self, archive: RunArchive, report: Report, scratch: Path, options: Options, progress: Progress
+    ) -> None:
+        self.archive = archive
+        self.report = report
+        self.published = open_published(archive.root, archive.run)
+        self._scratch = scratch
+        self._options = options
+        self._progress = progress
+        self._damaged: set[str] = set()
+        self._policy: PolicyModel | None = None
+        self._environments: dict[bytes, Environment | None] = {}
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    def check_files(self) -> None:
+        """Every upload and every verdict's details against their signed hashes."""
+        facts = self.archive.facts
+        for submission in facts.submissions.values():
+            self._attempt(submission.file, functools.partial(self.archive.submission, submission))
+        for verdict in facts.verdicts.values():
+            self._attempt(verdict.file, functools.partial(self.archive.details, verdict))
+
+    def _attempt(self, name: str, read: Callable[[], object]) -> None:
+        try:
+            read()
+        except ProtocolError as exc:
+            self._damaged.add(name)
+            self.report.fail(name, exc.code, str(exc))
+        except OSError as exc:
+            self._damaged.add(name)
+            self.report.unchecked.append((name, f"can't be read: {exc.strerror or exc}"))
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def check_weights(self) -> None:
+        """Every publication, and that the ledger announced exactly these roots."""
+        roots: dict[tuple[int, int], bytes] = {}
+        for publication in self.published.publications():
+            self.report.publications += 1
+            for problem in publication.problems:
+                self.report.add(problem)
+            for record, why in publication.unreadable:
+                self.report.unchecked.append((record, why))
+            roots[publication.key] = publication.root
+        for (epoch, step), (index, root) in self.archive.facts.policies.items():
+            if roots.get((epoch, step), root) != root:
+                self.report.fail(
+                    f"ledger/{index}",
+                    ReasonCode.LEDGER_BROKEN,
+                    f"announces another root of step {step} than published",
+                )
+
+    # --- verdicts -----------------------------------------------------------------------------------------------
+
+    def derive_verdicts(self, state: RunState) -> None:
+        """Judge the drawn submissions again, policy by policy, and compare with every verdict on them."""
+        verdicts: dict[int, list[VerdictFact]] = {}
+        for verdict in self.archive.facts.verdicts.values():
+            verdicts.setdefault(verdict.submission.index, []).append(verdict)
+        self.report.rollouts_total = sum(self.archive.facts.submissions[i].rollouts for i in verdicts)
+        drawn = self._draw(self.archive.facts.submissions[i] for i in verdicts)
+        todo = sum(fact.rollouts for fact in drawn)
+        done = 0
+        for (epoch, step), facts in itertools.groupby(drawn, key=lambda fact: (fact.lease.epoch, fact.lease.step)):
+            policy = self._load_policy(epoch, step)
+            for fact in facts:
+                judgement = self._judge(fact, policy) if policy is not None else None
+                if judgement is not None:
+                    self._compare(fact, judgement, verdicts[fact.index], state)
+                done += fact.rollouts
+                self._progress(done, todo)
+
+    def _draw(self, facts: Iterable[SubmissionFact]) -> list[SubmissionFact]:
+        """The submissions to judge again, in the order of their policies."""
+        options = self._options
+        drawn = sorted(facts, key=lambda fact: (fact.lease.epoch, fact.lease.step, fact.index))
+        if options.rollout:
+            lease = options.rollout.split(":")[0]
+            drawn = [fact for fact in drawn if fact.lease.lease_id.hex() == lease]
+            if not any(options.rollout == fact.rollout_id(i) for fact in drawn for i in range(fact.rollouts)):
+                raise UsageError(
+                    f"no rollout {options.rollout!r} with a verdict in {self.archive.root}; its id is "
+                    "<lease id>:<task>:<sample>"
+                )
+        elif options.fraction < 1:
+            seed = bytes.fromhex(options.seed) if options.seed else os.urandom(8)
+            self.report.fraction, self.report.seed = options.fraction, seed.hex()
+            bound = int(options.fraction * 2**64)
+            drawn = [
+                fact for fact in drawn if int.from_bytes(blake3(seed + fact.lease.lease_id).digest(8), "big") < bound
+            ]
+        return drawn
+
+    def _load_policy(self, epoch: int, step: int) -> PolicyModel | None:
+        """The published weights of a step, or None when they can't be had (then the reason is in the report)."""
+        record = f"published/e{epoch:04d}-s{step:08d}"
+        try:
+            with tempfile.TemporaryDirectory(dir=self._scratch) as into:
+                published = self.published.materialise(epoch, step, Path(into) / "policy")
+                if self._policy is None:
+                    self._policy = load_policy(published.directory, root=published.root)
+                else:
+                    self._policy.load_weights(published.directory, root=published.root)
+        except (ProtocolError, OSError) as exc:
+            if not any(failure.record.startswith(record) for failure in self.report.failures):
+                self.report.unchecked.append((record, f"the verdicts on this policy's rollouts: {exc}"))
+            return None
+        return self._policy
+
+    def _judge(self, fact: SubmissionFact, policy: PolicyModel) -> Judgement | None:
+        if fact.file in self._damaged:
+            return None
+        environment = self._environment(fact.lease.environment)
+        if environment is None:
+            return None
+        try:
+            blob = self.archive.submission(fact)
+            return judge_upload(self.archive.run, fact.lease, blob, fact.intent.raw_length, policy, environment)
+        except VerifierError as exc:
+            self.report.unchecked.append((f"submission/{fact.index}", str(exc)))
+        return None
+
+    def _environment(self, digest: bytes) -> Environment | None:
+        if digest not in self._environments:
+            self._environments[digest] = None
+            spec = next((s for s in self.archive.run.manifest.environments if s.digest == digest), None)
+            try:
+                if spec is None:
+                    raise EnvironmentSpecError("a lease names an environment that the manifest does not have")
+                self._environments[digest] = load(spec)
+            except EnvironmentSpecError as exc:
+                self.report.unchecked.append((f"environment/{digest.hex()[:16]}", str(exc)))
+        return self._environments[digest]
+
+    def _compare(
+        self, fact: SubmissionFact, judgement: Judgement, verdicts: list[VerdictFact], state: RunState
+    ) -> None:
+        """Hold every stored verdict on one submission against what was derived."""
+        only = self._options.rollout
+        positions = [i for i in range(fact.rollouts) if not only or fact.rollout_id(i) == only]
+        known = [i for i in positions if judgement.outcomes[i].outcome != INCONCLUSIVE]
+        for i in set(positions) - set(known):
+            why = f"this machine could not decide: {judgement.outcomes[i].reason}"
+            self.report.unchecked.append((f"rollout/{fact.rollout_id(i)}", why))
+        wrong: set[int] = set()
+        for verdict in verdicts:
+            wrong |= self._compare_one(verdict, judgement, known)
+        self.report.rollouts_checked += len(known)
+        self.report.rollouts_held += len(known) - len(wrong)
+        decided = state.submissions.get(fact.index)
+        if decided is not None:
+            self.report.accepted_checked += sum(decided.outcomes[i].status == ACCEPTED for i in known)
+        if only:
+            self.report.derived += [
+                Derived(
+                    rollout=only,
+                    outcome=WORDS[judgement.outcomes[i].outcome],
+                    reason=judgement.outcomes[i].reason,
+                    numbers={n.name: n.value for n in judgement.details[i].numbers},
+                    verdicts={v.record: WORDS.get(v.verdict.outcomes[i].outcome, "nothing") for v in verdicts},
+                )
+                for i in positions
+            ]
+
+    def _compare_one(self, fact: VerdictFact, judgement: Judgement, positions: list[int]) -> set[int]:
+        """The positions one verdict is wrong about. An inconclusive one claims nothing."""
+        details = self.archive.details(fact).rollouts if fact.file not in self._damaged else None
+        wrong: dict[int, str] = {}
+        for i in positions:
+            said, ours = fact.verdict.outcomes[i], judgement.outcomes[i]
+            if said.outcome == INCONCLUSIVE:
+                continue
+            if said.outcome != ours.outcome:
+                wrong[i] = f"says {WORDS.get(said.outcome, 'nothing')}, but it is {WORDS[ours.outcome]} ({ours.reason})"
+            elif said.outcome == ACCEPT and details is not None:
+                text = self._differs(details[i] if i < len(details) else None, judgement.details[i])
+                if text:
+                    wrong[i] = text
+        if wrong:
+            first = min(wrong)
+            numbers = {n.name: n.value for n in judgement.details[first].numbers}
+            ids = tuple(fact.submission.rollout_id(i) for i in sorted(wrong))
+            text = f"{wrong[first]}; {len(wrong)} of {len(positions)} rollouts, the first is {ids[0]}"
+            self.report.failures.append(Failure(fact.record, ReasonCode.VERDICT_WRONG, text, ids, numbers))
+        return set(wrong)
+
+    def _differs(self, said: RolloutDetail | None, ours: RolloutDetail) -> str:
+        """What is wrong with the numbers an accepting validator handed to the learner; empty when nothing is."""
+        if said is None or len(said.logprobs) != len(ours.logprobs):
+            return "its details do not hold one log-probability per token"
+        if said.reward != ours.reward:
+            return f"its details give reward {said.reward:g}, but it is {ours.reward:g}"
+        difference = np.abs(np.frombuffer(said.logprobs, "<f4") - np.frombuffer(ours.logprobs, "<f4"))
+        if len(difference) and not float(difference.max()) <= self.archive.run.manifest.thresholds.logprob:
+            return f"its details are off by {float(difference.max()):.3g} in a log-probability"
+        return ""
+
+    def prompt(self, environment: bytes, task: int) -> bytes | None:
+        """A task's prompt as token ids, u32 little-endian; None when tokenizer or environment can't be had."""
+        known = self._environment(environment)
+        policy = self._policy or self._any_policy()
+        if known is None or policy is None:
+            return None
+        return np.asarray(prompt_ids(policy.tokenizer, known.task(task).prompt), dtype="<u4").tobytes()
+
+    def _any_policy(self) -> PolicyModel | None:
+        for epoch, step in self.archive.facts.policies:
+            if self._load_policy(epoch, step) is not None:
+                break
+        return self._policy

@@ -1,0 +1,161 @@
+"""`verifier`: check a run's archive, list its ledger, explain a reason, measure honest noise.
+
+Exit codes: 0 all hold, 1 something does not, 2 could not check (usage, unreadable files), 130 interrupted.
+Errors go to stderr with cause, fix and who must act. Each subcommand imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from protocol.errors import HeadwaterError, UsageError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    command: Command | None = getattr(args, "run_command", None)
+    if command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return command(args)
+    except HeadwaterError as exc:
+        if args.json:
+            _print(json.dumps({"error": {"code": exc.code.value, "message": str(exc)}}))
+        sys.stderr.write(f"verifier {args.command}: {exc}\n")
+        return 2
+    except OSError as exc:
+        if isinstance(exc, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        sys.stderr.write(f"verifier {args.command}: {exc}; check the path and its permissions\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verifier",
+        description="Is this run honest? Checks rollouts, verdicts, weights and ledger from files alone.",
+        epilog="example: verifier audit runs/first",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def add(name: str, command: Command, about: str, example: str) -> argparse.ArgumentParser:
+        text = f"{about[0].upper()}{about[1:]}."
+        sub = commands.add_parser(name, help=about, description=text, epilog=f"example: {example}")
+        sub.add_argument("--json", action="store_true", help="print JSON, for programs")
+        sub.set_defaults(run_command=command)
+        return sub
+
+    sub = add("audit", _audit, "check a run's archive offline", "verifier audit runs/first --fraction 0.1")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run directory; nothing is written into it")
+    sub.add_argument("--rollout", default="", metavar="ID", help="derive only this one: <lease id>:<task>:<sample>")
+    sub.add_argument("--fraction", type=_share, default=1.0, metavar="P", help="share of submissions to derive again")
+    sub.add_argument("--seed", type=_hex, default="", metavar="HEX", help="with --fraction: repeat an earlier draw")
+
+    sub = add("ledger", _ledger, "list a run's ledger", "verifier ledger runs/first | less")
+    sub.add_argument("path", type=Path, metavar="PATH", help="run directory, or its ledger folder")
+    sub.add_argument("--event", default="", metavar="NAME", help="only these, for example `verdict`")
+
+    sub = add("explain", _explain, "say what a reason code means", "verifier explain token-not-forced")
+    sub.add_argument("reason", nargs="?", default="", metavar="REASON", help="a reason code; none lists all")
+
+    sub = add(
+        "calibrate",
+        _calibrate,
+        "measure honest noise of an engine",
+        "verifier calibrate model/ --engine-socket /tmp/engine.sock --out noise.json",
+    )
+    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="config, tokenizer and weights the engine loads")
+    sub.add_argument("--engine-socket", required=True, metavar="PATH", help="socket of a running engine")
+    sub.add_argument("--environment", default="word", metavar="NAME", help="whose prompts to sample from")
+    sub.add_argument("--rollouts", type=int, default=200, metavar="N", help="how many to measure on (default: 200)")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the measurement goes")
+    return parser
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError("a share is above 0 and at most 1")
+    return value
+
+
+def _hex(text: str) -> str:
+    try:
+        bytes.fromhex(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError("the seed is hexadecimal, as an earlier audit printed it") from exc
+    return text
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from verifier.audit import Options, audit
+    from verifier.progress import bar
+
+    with bar("deriving verdicts again", quiet=args.json) as progress:
+        report = audit(args.run, Options(args.rollout, args.fraction, args.seed), progress)
+    _print(json.dumps(report.to_json()) if args.json else "\n".join(report.lines()))
+    return report.exit_code
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from verifier import listing
+
+    archive = listing.open_ledger(args.path)
+    rows = [row for row in listing.rows(archive) if args.event in ("", row["event"])]
+    problems = [vars(problem) for problem in archive.problems]
+    if args.json:
+        _print(json.dumps({"run": archive.run.id.hex(), "entries": rows, "problems": problems}))
+    else:
+        for row in rows:
+            _print(listing.line(row))
+        for problem in archive.problems:
+            sys.stderr.write(f"DOES NOT HOLD  {problem.record}: {problem.reason.value}: {problem.message}\n")
+    return 1 if problems else 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from verifier.explain import EXPLANATIONS, explain
+
+    if not args.reason:
+        table = {code.value: item.meaning for code, item in EXPLANATIONS.items()}
+        width = max(map(len, table))
+        _print(
+            json.dumps(table) if args.json else "\n".join(f"{code:<{width}}  {text}" for code, text in table.items())
+        )
+        return 0
+    found = explain(args.reason)
+    if args.json:
+        _print(json.dumps({"reason": args.reason, **vars(found)}))
+    else:
+        _print(f"{args.reason}\n\nWhat it means    {found.meaning}")
+        _print(f"\nWhy it counts    {found.evidence}\n\nWhat to do       {found.action}")
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from verifier import calibrate
+
+    if args.rollouts < 1:
+        raise UsageError("--rollouts must be at least 1; 200 is what the shipped measurements use")
+    return calibrate.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""What each reason code means, in plain words: what happened, why it counts, what an honest operator should do.
+
+`verifier explain REASON` prints one, `verifier explain` lists all. Every member of `ReasonCode` has an entry (a test
+says so), so a refusal never leaves anybody with a bare word.
+
+Not covered: the numbers of one case; `verifier audit RUN --rollout ID` shows those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import ReasonCode, UsageError
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Three short texts for people."""
+
+    meaning: str
+    evidence: str
+    action: str
+
+
+_TRANSPORT = "It is held against the connection it came over, never against the key it names: anybody can send it."
+_RETRY = "Nothing is held against anybody."
+_DETERMINISTIC = (
+    "Every machine that repeats the check gets the same answer, and a second validator, drawn independently, must "
+    "repeat it before the node is suspended."
+)
+
+EXPLANATIONS: dict[ReasonCode, Explanation] = {
+    # arrival
+    ReasonCode.MALFORMED: Explanation(
+        "The bytes are no record of the expected shape.",
+        _TRANSPORT,
+        "Update headwater on both sides. If it goes on, a proxy in between changes the bytes.",
+    ),
+    ReasonCode.OVERSIZE: Explanation(
+        "A record or body is longer than its bound, so it was not read further.",
+        _TRANSPORT,
+        "Nothing our own software sends is over a bound: update it, or look at the engine that made the output.",
+    ),
+    ReasonCode.BAD_SIGNATURE: Explanation(
+        "The signature is not the named key's over these bytes, or the key may not sign this kind of message.",
+        _TRANSPORT,
+        "If your own messages are refused, the key file was replaced: compare `node id` with the id you joined with.",
+    ),
+    ReasonCode.WRONG_RUN: Explanation(
+        "The message belongs to another run.",
+        _TRANSPORT,
+        "Use one --home per run, and join with the share code of this run.",
+    ),
+    ReasonCode.WRONG_KIND: Explanation(
+        "A validly signed message of one kind was presented as another kind.",
+        _TRANSPORT,
+        "Update headwater; if you wrote your own client, sign each message under its own kind.",
+    ),
+    ReasonCode.WRONG_AUDIENCE: Explanation(
+        "The message is addressed to somebody else.",
+        _TRANSPORT,
+        "Join again, so that both sides know each other's current keys.",
+    ),
+    ReasonCode.STALE_SEQUENCE: Explanation(
+        "A message with this number, or a higher one, was already seen: this one is a repetition.",
+        _TRANSPORT,
+        "Do not run two nodes with one --home, and do not restore an old copy of it: start a new identity instead.",
+    ),
+    ReasonCode.EXPIRED: Explanation(
+        "The message is outside its time, by the coordinator's corrected clock.",
+        _RETRY,
+        "Usually nothing: the node corrects its clock and sends again. Check the network if it goes on.",
+    ),
+    ReasonCode.UNSUPPORTED_VERSION: Explanation(
+        "The message speaks a major version of the protocol that is not spoken here.",
+        _RETRY,
+        "Install the release the run's operator names.",
+    ),
+    ReasonCode.UPGRADE_REQUIRED: Explanation(
+        "The node's version is older than the run accepts.",
+        _RETRY,
+        "Upgrade with the command in the message; finished work is still accepted.",
+    ),
+    ReasonCode.NOT_JOINED: Explanation(
+        "The key has not joined this run.",
+        _RETRY,
+        "Start `node join` again; a node does this by itself after the coordinator was restarted from a backup.",
+    ),
+    ReasonCode.NOT_GRANTED: Explanation(
+        "The role (validator, trainer, or a relay with children) needs the operator's grant, and this key has none.",
+        _RETRY,
+        "Send your `node id` to the run's operator.",
+    ),
+    ReasonCode.SUSPENDED: Explanation(
+        "Two validators, drawn independently, found the same fault in this node's work. It gets no more leases.",
+        "The ledger names both verdicts; anybody can repeat them offline.",
+        "Run `verifier audit` on the archive with your rollout's id and read which check failed. Use the exact "
+        "weights, dtype and sampling the manifest names; then join with a new identity, or ask the operator.",
+    ),
+    ReasonCode.UNKNOWN_LEASE: Explanation(
+        "No lease has this id.",
+        _RETRY,
+        "Ask for a new lease. After a coordinator's loss of its ledger, keep your receipts: they are still honoured.",
+    ),
+    ReasonCode.NOT_OWNER: Explanation(
+        "The lease or job belongs to another key.",
+        _TRANSPORT,
+        "Submit only what was leased to this identity; do not share one --home between machines.",
+    ),
+    ReasonCode.LEASE_CLOSED: Explanation(
+        "The lease expired or was given up before the submission came; its tasks went to another node.",
+        _RETRY + " Leases that are dropped again and again feed a test for withheld results.",
+        "If it happens often, the machine or its uplink is too slow: lower the engine's capacity, or --max-up.",
+    ),
+    ReasonCode.LENGTH_MISMATCH: Explanation(
+        "The bytes are longer or shorter than was announced.",
+        _TRANSPORT,
+        "Usually a broken connection: the node sends again. Otherwise update headwater.",
+    ),
+    ReasonCode.HASH_MISMATCH: Explanation(
+        "The bytes are not the ones whose hash was signed or announced.",
+        "Bytes changed on the way or on the disk. Whoever holds the file has to explain it; nobody can produce other "
+        "bytes with the same hash.",
+        "In transit: it is fetched again by itself. In an archive: restore the file from a copy and check the disk.",
+    ),
+    ReasonCode.CONFLICTING_SUBMISSION: Explanation(
+        "A second, different submission came for one lease. The first one stays.",
+        "Both are signed by the lease's owner, so nobody else can have made the contradiction.",
+        "Never run two nodes with one --home. The node keeps a submission until its receipt is on disk, so that a "
+        "retry sends the same bytes.",
+    ),
+    ReasonCode.BUSY: Explanation(
+        "The coordinator's queues or quotas are full.", _RETRY, "Nothing: the node waits as told and tries again."
+    ),
+    ReasonCode.TOO_SLOW: Explanation(
+        "The upload came slower than 16 KiB a second, or its header took over 10 seconds.",
+        _RETRY,
+        "Check the uplink; raise --max-up if you limited it.",
+    ),
+    ReasonCode.UNKNOWN_JOB: Explanation(
+        "No verification job with this id waits for this validator: it was drawn again, or is already decided.",
+        _RETRY,
+        "Nothing: ask for the next job. If it happens often, the validator is too slow.",
+    ),
+    ReasonCode.UNREACHABLE: Explanation(
+        "A peer or address could not be reached.",
+        _RETRY,
+        "Check that the address is right and that outgoing connections are allowed, then try again.",
+    ),
+    ReasonCode.DEADLINE: Explanation(
+        "Something that was awaited did not come in time; the message names it.",
+        _RETRY,
+        "Look at the process or peer that is named.",
+    ),
+    ReasonCode.USAGE: Explanation(
+        "A command, path or configuration is wrong; the message names it.", _RETRY, "Change what the message names."
+    ),
+    ReasonCode.INTERNAL: Explanation(
+        "A fault in headwater itself.",
+        _RETRY,
+        "Keep the log and report it; the ledger makes sure that nothing with a receipt is lost.",
+    ),
+    # verdicts: accept
+    ReasonCode.HOLDS: Explanation(
+        "Every check held: the lease's task, the proof of the model's computation, the forced tokens, the "
+        "log-probabilities, the ending and the reward.",
+        "A validator recomputed all of it from the published weights; an audit can do it again.",
+        "Nothing. The rollout may be trained on.",
+    ),
+    # verdicts: reject
+    ReasonCode.FORMAT: Explanation(
+        "The submission is not one rollout of this lease after another, with one log-probability per token and numbers "
+        "that are finite.",
+        "Its owner signed the hash of these exact bytes. " + _DETERMINISTIC,
+        "Update headwater, or correct the engine: one output per request, as many log-probabilities as tokens.",
+    ),
+    ReasonCode.WRONG_TASK: Explanation(
+        "The rollouts are not the tasks and samples the lease names, each once.",
+        "Choosing easier tasks, or repeating one, would raise rewards without a better policy. " + _DETERMINISTIC,
+        "Return exactly what was leased, in its order. Our node does this by itself; look at your own changes.",
+    ),
+    ReasonCode.TOKEN_RANGE: Explanation(
+        "A token id is outside the model's vocabulary, or the rollout has no tokens or more than its lease allows.",
+        "The leased policy cannot have sampled such tokens. " + _DETERMINISTIC,
+        "Check that the engine uses the tokenizer and vocabulary of the policy directory it was given.",
+    ),
+    ReasonCode.TERMINATION: Explanation(
+        "The rollout does not end where the run's rules say: at its first stop token, or else at the lease's cap.",
+        "Stopping early, or going on after a stop token, changes what is rewarded. " + _DETERMINISTIC,
+        "Give the engine the stop tokens and the cap of the request, and no others.",
+    ),
+    ReasonCode.PROOF_MALFORMED: Explanation(
+        "A proof is missing, cut, doubled or not of the form every chunk of 32 tokens must have.",
+        "The engine builds proofs by a fixed rule from its own states; an honest one cannot have this form. "
+        + _DETERMINISTIC,
+        "Update headwater, or correct the engine: exactly ceil(tokens / 32) chunks, over the states that produced the "
+        "sampled tokens.",
+    ),
+    ReasonCode.PROOF_MISMATCH: Explanation(
+        "The proof commits to other hidden states than the leased policy has on these tokens.",
+        "The states of other weights, another precision, another prompt or edited tokens differ far more than honest "
+        "machines do; the bound is several times the honest noise measured for this run. " + _DETERMINISTIC,
+        "Load the published weights of the lease's step, in the run's dtype, without quantisation, TF32 or a quantised "
+        "cache. Run `verifier calibrate` on the machine: above the bound it must not join.",
+    ),
+    ReasonCode.TOKEN_NOT_FORCED: Explanation(
+        "A token is not the one that the policy and the lease's seed force.",
+        "Sampling is a fixed function of weights and seed, so another token means another model, another temperature, "
+        "a choice among several samples, or an edit. The margin is far above honest noise. " + _DETERMINISTIC,
+        "Sample with the seed and temperature of the request, from the full distribution. Do not use greedy decoding, "
+        "top-p, top-k, penalties, or a cheaper model to generate.",
+    ),
+    ReasonCode.LOGPROB_MISMATCH: Explanation(
+        "A claimed log-probability differs from the policy's by more than the run's bound.",
+        "Log-probabilities steer the training step; wrong ones can push the model in a chosen direction. "
+        + _DETERMINISTIC,
+        "Report log_softmax(logits / temperature) of the raw float32 logits, without the sampling noise.",
+    ),
+    ReasonCode.REWARD_MISMATCH: Explanation(
+        "The claimed reward is not the one the environment gives for these tokens.",
+        "The reward is a pure function of task and text, and the text follows from the tokens. " + _DETERMINISTIC,
+        "Use the environment of this release, and score the text that the tokens decode to. The environment's hash is "
+        "in the manifest.",
+    ),
+    # verdicts: inconclusive
+    ReasonCode.REWARD_UNDECIDED: Explanation(
+        "The reward could not be decided: the environment ran out of time or memory.",
+        "No evidence: it is neither trained on nor held against the node.",
+        "Nothing. It is tried again with higher limits.",
+    ),
+    ReasonCode.VALIDATOR_FAILED: Explanation(
+        "The validator itself failed: missing weights, no memory, or an environment it does not have.",
+        "No evidence: it says nothing about the rollout or its node.",
+        "Operators of validators: read the log of the one that is named. Nodes: nothing.",
+    ),
+    # ledger and archive
+    ReasonCode.LEDGER_BROKEN: Explanation(
+        "The ledger contradicts itself: an entry, a signed tree head or the rules of the fold do not hold.",
+        "Only the coordinator's key can sign entries and heads, so a rewritten past shows against any head that "
+        "somebody kept.",
+        "Auditors: compare with another copy of the archive, and keep the signed heads. Operators: restore from a "
+        "backup; nodes present their receipts again.",
+    ),
+    ReasonCode.LEDGER_LOCKED: Explanation(
+        "Another process writes this ledger; there is one writer a run.",
+        _RETRY,
+        "Stop the process that the message names, or wait until it has ended.",
+    ),
+    ReasonCode.SHARD_MISMATCH: Explanation(
+        "A shard of the weights is not the one whose hash the origin signed.",
+        "Nobody can make other bytes with that hash, so the copy is damaged or was replaced.",
+        "Pullers fetch it from another source by themselves. In an archive: restore the file from a copy.",
+    ),
+    ReasonCode.RECORD_MISSING: Explanation(
+        "A file or record that the ledger names is not there.",
+        "The ledger promised it. Without the bytes, nobody can check what rests on them.",
+        "Copy the whole run directory, or restore the file; `verifier audit` names it.",
+    ),
+    ReasonCode.VERDICT_WRONG: Explanation(
+        "A stored verdict differs from what its own inputs give when they are checked again.",
+        "The inputs are all in the archive and bound by hashes; the validator signed its answer. " + _DETERMINISTIC,
+        "Operators: withdraw the validator's grant and have its other verdicts checked. Validators: check memory, "
+        "precision settings and release, and calibrate again.",
+    ),
+    ReasonCode.BATCH_WRONG: Explanation(
+        "A batch holds something that the ledger does not support: a rollout that was not accepted, is too old, "
+        "appears twice, or differs from what was verified.",
+        "The batch file and the ledger entry are both the trainer's own; recomputing it from verified rollouts gives "
+        "other bytes.",
+        "Operators: training after this batch does not rest on verified rollouts; go back to the checkpoint before it.",
+    ),
+    # engine
+    ReasonCode.ENGINE_REFUSED: Explanation(
+        "The engine refused a request.", _RETRY, "Read the engine's message; the lease goes to another node."
+    ),
+    ReasonCode.ENGINE_FAILED: Explanation(
+        "The engine failed or ended during a request.",
+        _RETRY,
+        "Read the engine's log; most often it ran out of memory. The lease goes to another node.",
+    ),
+    ReasonCode.WRONG_POLICY: Explanation(
+        "The engine holds another policy than the request names.",
+        _RETRY,
+        "Nothing: the node loads the right one and asks again. If it goes on, restart the engine.",
+    ),
+}
+
+
+def explain(word: str) -> Explanation:
+    """The explanation of a reason code.
+
+    Raises:
+        UsageError: no such code; the message lists those that begin alike.
+    """
+    try:
+        return EXPLANATIONS[ReasonCode(word)]
+    except ValueError as exc:
+        close = [code.value for code in ReasonCode if word and code.value.startswith(word[:3])]
+        hint = f"did you mean {', '.join(close)}?" if close else "`verifier explain` lists them all"
+        raise UsageError(f"there is no reason code {word!r}; {hint}") from exc

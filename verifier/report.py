@@ -1,0 +1,144 @@
+"""What an audit found, for people and for programs.
+
+    exit 0   all that was looked at holds
+    exit 1   something does not hold; `failures` names each record
+    exit 2   nothing false was found, but something could not be checked; `unchecked` says what and why
+
+Not covered: finding it (`audit`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.errors import ReasonCode
+from protocol.segments import Problem
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One record that does not hold."""
+
+    record: str
+    reason: ReasonCode
+    message: str
+    rollouts: tuple[str, ...] = ()
+    """Ids of the rollouts a wrong verdict is wrong about."""
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "record": self.record,
+            "reason": self.reason.value,
+            "message": self.message,
+            "rollouts": list(self.rollouts),
+            "numbers": self.numbers,
+        }
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What the audit itself says about one rollout (`--rollout`)."""
+
+    rollout: str
+    outcome: str
+    reason: str
+    numbers: dict[str, float]
+    verdicts: dict[str, str]
+    """Record of each stored verdict -> its outcome."""
+
+
+@dataclass
+class Report:
+    run: str = ""
+    entries: int = 0
+    """Ledger entries read."""
+    publications: int = 0
+    batches: int = 0
+    rollouts_total: int = 0
+    """Rollouts that have a verdict."""
+    rollouts_checked: int = 0
+    """Of those, rollouts whose verdicts were derived again."""
+    rollouts_held: int = 0
+    """Of those, rollouts all of whose verdicts are the same again."""
+    accepted_total: int = 0
+    accepted_checked: int = 0
+    rollouts_pending: int = 0
+    """Submitted, without any verdict yet."""
+    finished: bool = False
+    fraction: float = 1.0
+    seed: str = ""
+    """With `--fraction`: the same seed draws the same rollouts again."""
+    failures: list[Failure] = field(default_factory=list)
+    unchecked: list[tuple[str, str]] = field(default_factory=list)
+    """(record, why it could not be checked)."""
+    derived: list[Derived] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def fail(self, record: str, reason: ReasonCode, message: str) -> None:
+        self.failures.append(Failure(record, reason, message))
+
+    def add(self, problem: Problem) -> None:
+        self.fail(problem.record, problem.reason, problem.message)
+
+    @property
+    def exit_code(self) -> int:
+        if self.failures:
+            return 1
+        return 2 if self.unchecked else 0
+
+    def to_json(self) -> dict[str, object]:
+        out: dict[str, object] = {
+            name: getattr(self, name)
+            for name in (
+                "run",
+                "entries",
+                "publications",
+                "batches",
+                "rollouts_total",
+                "rollouts_checked",
+                "rollouts_held",
+                "accepted_total",
+                "accepted_checked",
+                "rollouts_pending",
+                "finished",
+                "fraction",
+                "seed",
+            )
+        }
+        out["failures"] = [failure.to_json() for failure in self.failures]
+        out["unchecked"] = [{"record": record, "why": why} for record, why in self.unchecked]
+        out["derived"] = [vars(derived) for derived in self.derived]
+        out["seconds"] = round(self.seconds, 3)
+        return out
+
+    def lines(self, most: int = 20) -> list[str]:
+        """The report for a person: what was checked, what fails, what to do next."""
+        out = [
+            f"run {self.run[:16]}: {self.entries} ledger entries, {self.publications} publications, "
+            f"{self.batches} batches{'' if self.finished else ', not finished yet'}",
+            f"rollouts: {self.rollouts_checked} of {self.rollouts_total} derived again, {self.rollouts_held} held; "
+            f"accepted: {self.accepted_checked} of {self.accepted_total} derived again"
+            + (f"; {self.rollouts_pending} wait for a verdict" if self.rollouts_pending else ""),
+        ]
+        if self.seed:
+            out.append(f"a share of {self.fraction:g} was drawn; draw the same again with --seed {self.seed}")
+        for item in self.derived:
+            numbers = ", ".join(f"{name} {value:.6g}" for name, value in item.numbers.items())
+            out.append(f"{item.rollout}: {item.outcome} ({item.reason}) {numbers}")
+            out += [f"  {record} says {said}" for record, said in item.verdicts.items()]
+        for failure in self.failures[:most]:
+            out.append(f"DOES NOT HOLD  {failure.record}: {failure.reason.value}: {failure.message}")
+        if len(self.failures) > most:
+            out.append(f"... and {len(self.failures) - most} more; --json lists all")
+        out += [f"NOT CHECKED    {record}: {why}" for record, why in self.unchecked[:most]]
+        if len(self.unchecked) > most:
+            out.append(f"... and {len(self.unchecked) - most} more; --json lists all")
+        if self.failures:
+            first = self.failures[0].reason.value
+            out.append(f"{len(self.failures)} records do not hold. What a reason means: verifier explain {first}")
+        elif self.unchecked:
+            out.append("nothing false was found, but not everything could be checked")
+        else:
+            out.append("everything that was checked holds")
+        return out
