@@ -1,0 +1,71 @@
+"""The error tree of the shardcast package.
+
+    ProtocolError
+    └── ShardcastError
+        ├── LayoutError        a weights file or layout that is not the one the run's manifest names
+        ├── PublicationError   records of a publication that do not hold together
+        ├── ForkError          the origin signed two different things for one place; carries both as evidence
+        ├── HeadError          a head that is stale, or older than one already seen
+        ├── SourceError        what one source sent, or failed to send; charged to that address alone
+        ├── StoreError         a local store that is damaged, or is held by another process
+        └── PublishError       a checkpoint that the origin must not publish
+
+A source is blamed for what it sent (SourceError), the origin's key only for what it validly signed (ForkError).
+"""
+
+from __future__ import annotations
+
+from protocol.errors import ProtocolError, ReasonCode
+
+
+class ShardcastError(ProtocolError):
+    """Root of this package's errors."""
+
+
+class LayoutError(ShardcastError):
+    """A weights file or layout that is not the one the run's manifest names."""
+
+
+class PublicationError(ShardcastError):
+    """Records of a publication that do not hold together."""
+
+
+class ForkError(ShardcastError):
+    """The origin's key signed two different things for one (epoch, step) or shard.
+
+    `evidence` holds both envelopes as they arrived. Whoever sees this stops swapping weights and says so.
+    """
+
+    code = ReasonCode.HASH_MISMATCH
+
+    def __init__(self, message: str, evidence: tuple[bytes, ...] = ()) -> None:
+        super().__init__(message)
+        self.evidence = evidence
+
+
+class HeadError(ShardcastError):
+    """A head that is stale, or older than one already seen."""
+
+    code = ReasonCode.EXPIRED
+
+
+class SourceError(ShardcastError):
+    """What one source sent, or failed to send. `address` is the only thing that is blamed."""
+
+    code = ReasonCode.UNREACHABLE
+
+    def __init__(self, address: str, message: str, code: ReasonCode | None = None) -> None:
+        super().__init__(f"{address}: {message}", code)
+        self.address = address
+
+
+class StoreError(ShardcastError):
+    """A local store that is damaged, or is held by another process."""
+
+    code = ReasonCode.RECORD_MISSING
+
+
+class PublishError(ShardcastError):
+    """A checkpoint that the origin must not publish. The message says who must do what."""
+
+    code = ReasonCode.HASH_MISMATCH

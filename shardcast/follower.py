@@ -1,0 +1,478 @@
+"""Follows the newest policy over several sources: what a relay and a puller have in common.
+
+One watcher per source (the first three) holds a long-poll for news. What it learns goes into a `Track`, one per
+publication; `focus` decides which track is downloaded. A track is whole when all its shards, its manifest and its
+head are verified; then the owner's `on_whole` makes it visible.
+
+    news -> Publication.take (signatures) -> SeenHeads (rollback, fork) -> Download -> on_whole
+
+A source that sends something wrong is charged and asked less often; the others never notice. A fork of the
+origin stops everything: evidence is kept and `run_forever` raises.
+
+Not covered: where bytes go (`download.Sink`) and what a whole publication becomes (`puller`, `relay`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from protocol.envelope import Envelope, open_envelope, parse
+from protocol.errors import DecodeError, EnvelopeError, ReasonCode
+from protocol.manifest import Run
+from shardcast.download import Download, Sink
+from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
+from shardcast.heads import SeenHeads, publication_name
+from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, WATCHED_SOURCES
+from shardcast.publication import Key, Publication, pack_frames
+from shardcast.records import HEAD_KIND, MANIFEST_KIND, OPEN_KIND, SHARD_KIND, Head, PublicationOpen, ShardRecord
+from shardcast.server import Clock
+from shardcast.source import Source, SourceHealth, new_session
+
+log = logging.getLogger("shardcast.follower")
+
+_RECONCILE_S = 1.0
+_KEPT_TRACKS = 8
+
+
+@dataclass
+class Track:
+    """One publication being learnt and fetched."""
+
+    publication: Publication
+    download: Download
+    pins: int = 0
+    """How many callers asked for it by name: it is then never dropped, and needs no head."""
+    announced: bool = False
+    """Its head was accepted: fresh and no rollback."""
+    task: asyncio.Task[None] | None = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Manifest and head are here, so that it may become visible once its shards are."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def settle(self) -> None:
+        if self.publication.manifest is not None and (self.announced or self.pins):
+            self.ready.set()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What `choose_focus` needs to know of a track."""
+
+    key: Key
+    announced: bool
+
+
+def choose_focus(current: Candidate | None, others: Iterable[Candidate], dropped: bool) -> Key | None:
+    """Which unfinished publication to download.
+
+    The newest wins, but an announced download gives way only to another announced one (an origin that died half-way
+    must not starve us), and only once between two finished ones (else a slow link would never finish any).
+
+    Args:
+        current: the publication being downloaded, if any.
+        others: the other unfinished ones.
+        dropped: whether a download was already given up since the last finished one.
+    """
+    newest = max(others, key=lambda c: c.key, default=None)
+    if current is None or newest is None:
+        chosen = current or newest
+        return chosen.key if chosen is not None else None
+    if newest.key < current.key:
+        return current.key
+    if current.announced and (dropped or not newest.announced):
+        return current.key
+    return newest.key
+
+
+class Follower:
+    """Keeps up with the origin through `sources`."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        sources: Callable[[], list[str]],
+        seen: SeenHeads,
+        clock_ms: Clock,
+        make_sink: Callable[[Publication], Awaitable[tuple[Sink, bool]]],
+        on_whole: Callable[[Publication, Sink], Awaitable[None]],
+        on_head: Callable[[bytes], None],
+        session: aiohttp.ClientSession | None = None,
+    ) -> None:
+        """
+        Args:
+            sources: the addresses to ask now, best first; read again every second.
+            make_sink: prepares a place for a publication; says whether shards may already be there.
+            on_whole: makes a whole, verified publication visible.
+            on_head: the newest head was signed again.
+        """
+        self.run = run
+        self._addresses = sources
+        self._seen = seen
+        self._clock_ms = clock_ms
+        self._make_sink = make_sink
+        self._on_whole = on_whole
+        self._on_head = on_head
+        self._session = session
+        self._own_session = session is None
+        self._known: dict[str, tuple[Source, SourceHealth]] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._tracks: dict[Key, Track] = {}
+        self._opening = asyncio.Lock()
+        self._focus: Key | None = None
+        self._dropped = False
+        self.newest: Publication | None = None
+        """The newest publication that is whole here; the owner sets it when it starts with one from disk."""
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+        self.bytes_received = 0
+        self.problems: dict[str, SourceError] = {}
+        """The last failure of each source."""
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    async def run_forever(self) -> None:
+        """Follow until cancelled.
+
+        Raises:
+            ForkError: the origin forked; a person must decide.
+            StoreError, OSError: this machine cannot store weights.
+        """
+        try:
+            while self._failure is None:
+                self._reconcile()
+                try:
+                    async with asyncio.timeout(_RECONCILE_S):
+                        await self._failed.wait()
+                except TimeoutError:
+                    pass
+            raise self._failure
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop watching and downloading; unfinished downloads stay on disk to be resumed."""
+        tasks = [*self._watchers.values(), *(t.task for t in self._tracks.values() if t.task is not None)]
+        self._watchers.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._own_session and self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._failed.set()
+
+    def check(self) -> None:
+        """Raise what stopped this follower, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose failure stops this follower instead of passing unseen."""
+        task = asyncio.create_task(work)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                self._fail(error)
+
+        task.add_done_callback(ended)
+        return task
+
+    @property
+    def _whole(self) -> Key | None:
+        return self.newest.key if self.newest is not None else None
+
+    def source(self, address: str) -> tuple[Source, SourceHealth]:
+        """The source at an address, with what is remembered of it."""
+        if address not in self._known:
+            if self._session is None:
+                self._session = new_session()
+            self._known[address] = (Source(self._session, address, self.run.id), SourceHealth(address))
+        return self._known[address]
+
+    def sources(self) -> list[tuple[Source, SourceHealth]]:
+        """All sources to ask now: those that are not resting first, otherwise in the order given."""
+        found = [self.source(address) for address in dict.fromkeys(self._addresses())]
+        now = time.monotonic()
+        return sorted(found, key=lambda pair: pair[1].resting_until > now and pair[1].failures >= 3)
+
+    def _reconcile(self) -> None:
+        """One watcher for each of the first sources; none for those that are no longer named."""
+        wanted = [source.address for source, _ in self.sources()][:WATCHED_SOURCES]
+        for address in list(self._watchers):
+            if address not in wanted:
+                self._watchers.pop(address).cancel()
+        for address in wanted:
+            if address not in self._watchers:
+                self._watchers[address] = self._spawn(self._watch(address))
+
+    # --- learning --------------------------------------------------------------------------------------------------
+
+    async def _watch(self, address: str) -> None:
+        source, health = self.source(address)
+        after = self._whole
+        while True:
+            try:
+                start = time.monotonic()
+                frames = await source.news(after, DEFAULT_WAIT_MS)
+                if frames:
+                    after = await self._learn(source, health, frames, after)
+                else:
+                    await self._refresh_head(source)
+                    await _keep_polite(start)
+                health.worked(0, 0.0)
+            except SourceError as exc:
+                self._charge(health, exc)
+            pause = health.resting_until - time.monotonic()
+            if pause > 0:
+                await asyncio.sleep(pause)
+
+    def _charge(self, health: SourceHealth, error: SourceError) -> None:
+        health.failed(error)
+        if self.problems.get(health.address) is None or str(self.problems[health.address]) != str(error):
+            log.warning("%s", error)
+        self.problems[health.address] = error
+
+    async def _learn(self, source: Source, health: SourceHealth, frames: list[bytes], after: Key | None) -> Key:
+        """Take one publication's frames from one source until its head came; returns its key."""
+        opening = self._opening_of(source, frames[0])[1]
+        key = (opening.epoch, opening.step)
+        if after is not None and key <= after:
+            raise SourceError(
+                source.address, f"{publication_name(key)} is not newer than asked for", ReasonCode.STALE_SEQUENCE
+            )
+        if self._whole is not None and key <= self._whole:
+            return key
+        track = await self._open(source, frames[0])
+        taken = 0
+        while True:
+            for raw in frames:
+                self._take(source, health, track, raw)
+            taken += len(frames)
+            self.advance()
+            if track.announced or track.done.is_set():
+                return key
+            if self._tracks.get(key) is not track:
+                raise SourceError(source.address, "the publication was given up", ReasonCode.RECORD_MISSING)
+            start = time.monotonic()
+            frames = await source.records(key, taken, DEFAULT_WAIT_MS)
+            if not frames:
+                await _keep_polite(start)
+
+    def _opening_of(self, source: Source, raw: bytes) -> tuple[Envelope, PublicationOpen]:
+        try:
+            envelope = open_envelope(raw, run=self.run.id, kind=OPEN_KIND, signer=self.run.manifest.origin)
+            return envelope, envelope.record(PublicationOpen)
+        except (DecodeError, EnvelopeError) as exc:
+            raise SourceError(source.address, f"the open record does not hold: {exc}", exc.code) from exc
+
+    async def _open(self, source: Source, raw: bytes) -> Track:
+        """The track that an open record belongs to, made if needed."""
+        envelope, opening = self._opening_of(source, raw)
+        key = (opening.epoch, opening.step)
+        async with self._opening:
+            track = self._tracks.get(key)
+            if track is not None:
+                known = track.publication.opening_envelope
+                if track.publication.open.publication == opening.publication:
+                    return track
+                if known is not None and envelope.sequence < known.sequence:
+                    raise SourceError(
+                        source.address,
+                        f"an older attempt to publish {publication_name(key)}",
+                        ReasonCode.STALE_SEQUENCE,
+                    )
+                if track.done.is_set():
+                    return track
+                # The origin crashed and opened the step again: what was fetched of the old attempt is worthless.
+                self._drop(key)
+            publication = Publication(self.run)
+            try:
+                publication.take(raw)
+            except PublicationError as exc:
+                raise SourceError(source.address, str(exc), exc.code) from exc
+            sink, resume = await self._make_sink(publication)
+            track = Track(publication, Download(publication, sink, resume))
+            self._tracks[key] = track
+            return track
+
+    def _take(self, source: Source, health: SourceHealth, track: Track, raw: bytes, *, follow: bool = True) -> None:
+        """One frame: check, remember, offer the shard it announces.
+
+        Args:
+            follow: a head must be fresh and no rollback; not so for a publication asked for by name.
+        """
+        publication = track.publication
+        try:
+            kind = publication.take(raw)
+            if kind == MANIFEST_KIND and publication.manifest is not None:
+                self._seen.check_root(publication.key, publication.manifest.root, raw)
+            elif kind == HEAD_KIND and follow:
+                envelope = parse(raw)
+                self._seen.accept(envelope.record(Head), envelope, self._clock_ms())
+                track.announced = True
+        except ForkError as exc:
+            self._seen.record_fork(pack_frames((*publication.frames(), *exc.evidence)))
+            raise
+        except (DecodeError, EnvelopeError, PublicationError, HeadError) as exc:
+            raise SourceError(source.address, str(exc), exc.code) from exc
+        if kind == SHARD_KIND:
+            track.download.offer(source, health, parse(raw).record(ShardRecord).index)
+        elif kind == MANIFEST_KIND:
+            track.download.offer(source, health, None)
+        track.settle()
+
+    async def _refresh_head(self, source: Source) -> None:
+        """Nothing new for a while: take the newest head's newer signature, so that children find it fresh."""
+        newest = self.newest
+        if newest is None or newest.head_envelope is None:
+            return
+        if self._clock_ms() - newest.head_envelope.issued_at < HEAD_LIFETIME_MS // 3:
+            return
+        raw = await source.head()
+        if raw is None:
+            return
+        try:
+            newest.take(raw)
+            envelope = parse(raw)
+            self._seen.accept(envelope.record(Head), envelope, self._clock_ms())
+        except (DecodeError, EnvelopeError, PublicationError, HeadError) as exc:
+            if isinstance(exc, ForkError):
+                raise
+            raise SourceError(source.address, str(exc), exc.code) from exc
+        self._on_head(raw)
+
+    async def blob(self, digest: bytes, limit: int) -> bytes:
+        """A verified blob from the first source that has it. Raises SourceError when none has it now."""
+        failure = SourceError("(no source)", f"blob {digest.hex()[:16]} is not to be had", ReasonCode.RECORD_MISSING)
+        for source, _ in self.sources():
+            try:
+                return await source.blob(digest, limit)
+            except SourceError as exc:
+                failure = exc
+        raise failure
+
+    # --- fetching --------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Decide what to download, start it, and stop what it replaces."""
+        whole = self._whole
+        open_tracks = {k: t for k, t in self._tracks.items() if not t.done.is_set()}
+        for key in [k for k, t in open_tracks.items() if not t.pins and whole is not None and k < whole]:
+            self._drop(key)
+            del open_tracks[key]
+        candidates = {k: Candidate(k, t.announced) for k, t in open_tracks.items() if not t.pins}
+        current = candidates.pop(self._focus, None) if self._focus is not None else None
+        focus = choose_focus(current, candidates.values(), self._dropped)
+        if current is not None and focus != current.key:
+            log.info("%s is superseded by %s", publication_name(current.key), publication_name(focus or current.key))
+            self._dropped = self._dropped or current.announced
+            self._drop(current.key)
+        self._focus = focus
+        for key, track in open_tracks.items():
+            if (track.pins or key == focus) and track.task is None and not track.done.is_set():
+                track.task = self._spawn(self._fetch(key, track))
+        for key in [k for k, t in self._tracks.items() if t.done.is_set()][:-_KEPT_TRACKS]:
+            del self._tracks[key]
+
+    async def _fetch(self, key: Key, track: Track) -> None:
+        try:
+            await track.download.run()
+        finally:
+            self.bytes_received += track.download.bytes_received
+        # If the origin died before its manifest this waits until a newer publication drops the track.
+        await track.ready.wait()
+        await self._on_whole(track.publication, track.download.sink)
+        self._dropped = False
+        if self._whole is None or key > self._whole:
+            self.newest = track.publication
+        track.done.set()
+        self.advance()
+
+    def _drop(self, key: Key) -> None:
+        track = self._tracks.pop(key)
+        if track.task is not None:
+            track.task.cancel()
+        track.download.sink.abandon()
+        if self._focus == key:
+            self._focus = None
+
+    async def fetch(self, key: Key, root: bytes) -> None:
+        """Fetch one publication by name, maybe an old one; the caller puts a deadline around it.
+
+        Raises:
+            PublicationError: the origin published another root at this place.
+        """
+        while True:
+            self.check()
+            for source, health in self.sources():
+                if health.resting_until > time.monotonic():
+                    continue
+                try:
+                    if await self._fetch_from(source, health, key, root):
+                        return
+                except SourceError as exc:
+                    self._charge(health, exc)
+            await asyncio.sleep(0.2 * random.uniform(0.5, 1.5))
+
+    async def _fetch_from(self, source: Source, health: SourceHealth, key: Key, root: bytes) -> bool:
+        frames = await source.records(key, 0, 0)
+        opening = self._opening_of(source, frames[0])[1] if frames else None
+        if opening is None or (opening.epoch, opening.step) != key:
+            raise SourceError(source.address, "sent another publication than asked for", ReasonCode.WRONG_KIND)
+        track = await self._open(source, frames[0])
+        track.pins += 1
+        try:
+            taken = 0
+            while track.publication.manifest is None:
+                for raw in frames:
+                    self._take(source, health, track, raw, follow=False)
+                taken += len(frames)
+                if track.publication.manifest is None:
+                    start = time.monotonic()
+                    frames = await source.records(key, taken, DEFAULT_WAIT_MS)
+                    if not frames:
+                        await _keep_polite(start)
+            if track.publication.manifest.root != root:
+                raise PublicationError(
+                    f"{publication_name(key)} was published with root {track.publication.manifest.root.hex()[:16]}, "
+                    f"not {root.hex()[:16]} as asked for",
+                    ReasonCode.HASH_MISMATCH,
+                )
+            track.download.offer(source, health, None)
+            track.settle()
+            self.advance()
+            return await self._finished(track, health)
+        finally:
+            track.pins -= 1
+
+    async def _finished(self, track: Track, health: SourceHealth) -> bool:
+        """Wait for a pinned track; False once the source stopped delivering, so that others are offered."""
+        while not track.done.is_set():
+            self.check()
+            failures = health.failures
+            try:
+                async with asyncio.timeout(1.0):
+                    await track.done.wait()
+            except TimeoutError:
+                if health.failures > failures:
+                    return False
+        return True
+
+
+async def _keep_polite(start: float) -> None:
+    """A source that answers a long-poll at once with nothing is not asked again within a second of `start`."""
+    await asyncio.sleep(max(0.0, start + 1.0 - time.monotonic()))

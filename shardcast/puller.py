@@ -1,0 +1,401 @@
+"""The puller: keeps a machine's newest policy as a model directory that is always whole and verified.
+
+    <store>/policies/e0000-s00000012/   model.safetensors, the manifest's model files, publication.hw
+    <store>/policies/.part-.../         a download; its weights file has no header until every shard is verified
+    <store>/blobs/  seen.json  fork-evidence.hw  stats.json
+
+A policy directory appears by one rename. What is found after a restart is verified again before it counts; an
+unfinished download is resumed shard by shard, each re-hashed. Policy files are not flushed to the disk: after power
+loss they fail that verification and are fetched again.
+
+Not covered: loading weights into a model (`verifier.model`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from protocol.errors import ProtocolError, ReasonCode, TransportError
+from protocol.limits import MAX_LAYOUT_BYTES, SHARD_BYTES
+from protocol.manifest import Run
+from shardcast.download import Sink, hash_region, preallocate, write_region
+from shardcast.errors import PublicationError, SourceError, StoreError
+from shardcast.follower import Follower
+from shardcast.heads import SeenHeads, parse_publication_name, publication_name, replace_file
+from shardcast.layout import Layout, decode_layout, safetensors_header
+from shardcast.limits import MAX_FEED_BYTES, MAX_STATES_BYTES
+from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
+from shardcast.records import ShardRecord
+from shardcast.server import Clock, wall_clock_ms
+from shardcast.store import hash_file, read_bounded
+
+log = logging.getLogger("shardcast.puller")
+
+WEIGHTS_NAME = "model.safetensors"
+PUBLICATION_NAME = "publication.hw"
+GRACE_S = 30.0
+"""A policy handed out less than this long ago is not removed, so that a reader can finish loading it."""
+
+_MAX_PUBLICATION_BYTES = 4 * MAX_FEED_BYTES + 16 * MAX_STATES_BYTES
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A whole, verified policy on disk."""
+
+    epoch: int
+    step: int
+    root: bytes
+    directory: Path
+    """A complete Hugging Face model directory."""
+
+    @property
+    def key(self) -> Key:
+        return (self.epoch, self.step)
+
+
+class PolicySink:
+    """Shards written straight into the weights file of a hidden directory."""
+
+    def __init__(self, directory: Path, publication: Publication, header: bytes) -> None:
+        """Open or create the directory. Raises OSError when the disk has no room."""
+        self.directory = directory
+        self.publication = publication
+        self._header = header
+        directory.mkdir(parents=True, exist_ok=True)
+        self._fd = preallocate(directory / WEIGHTS_NAME, len(header) + publication.open.raw_bytes)
+
+    def write(self, index: int, offset: int, piece: bytes) -> None:
+        write_region(self._descriptor(), len(self._header) + index * SHARD_BYTES + offset, piece)
+
+    def present(self, record: ShardRecord) -> bool:
+        start = len(self._header) + record.index * SHARD_BYTES
+        return hash_region(self._descriptor(), start, record.raw_bytes) == record.new_hash
+
+    def verified(self, record: ShardRecord) -> None:
+        return
+
+    def finish(self) -> None:
+        """All shards are verified: write the header, which makes the file loadable, and close it."""
+        write_region(self._descriptor(), 0, self._header)
+        self.close()
+
+    def abandon(self) -> None:
+        self.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _descriptor(self) -> int:
+        if self._fd < 0:
+            raise StoreError("this download was given up")
+        return self._fd
+
+
+class Puller:
+    """Follows a run's weights."""
+
+    def __init__(
+        self,
+        run: Run,
+        sources: Callable[[], list[str]],
+        store: Path,
+        keep: int = 4,
+        session: aiohttp.ClientSession | None = None,
+        *,
+        clock_ms: Clock = wall_clock_ms,
+    ) -> None:
+        """Open a store; `start` (or `run_forever`) then verifies what is in it.
+
+        Args:
+            sources: URLs of relays or the origin, best first; read again every second.
+            keep: policies kept on disk (more for `GRACE_S` after use).
+            clock_ms: corrected time; heads are believed for an hour.
+
+        Raises:
+            ForkError, StoreError: what an earlier process left here forbids going on.
+        """
+        self.run = run
+        self.keep = keep
+        self.store = store
+        self.current: Policy | None = None
+        """The newest policy, whole and verified."""
+        self._policies: dict[Key, Policy] = {}
+        self._used: dict[Key, float] = {}
+        self._folder = store / "policies"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (store / "blobs").mkdir(exist_ok=True)
+        self._arrived = asyncio.Event()
+        self._header: bytes | None = None
+        self._has_files = False
+        self._started = False
+        self._starting = asyncio.Lock()
+        self._sinks: dict[Key, PolicySink] = {}
+        self._saved_at = 0.0
+        self._follower = Follower(
+            run,
+            sources=sources,
+            seen=SeenHeads(store),
+            clock_ms=clock_ms,
+            make_sink=self._make_sink,
+            on_whole=self._on_whole,
+            on_head=lambda raw: None,
+            session=session,
+        )
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of shards received by this process."""
+        return self._follower.bytes_received
+
+    @property
+    def problems(self) -> dict[str, SourceError]:
+        """The last failure of each source, by address."""
+        return self._follower.problems
+
+    async def start(self) -> None:
+        """Verify the policies on disk; the newest that holds becomes `current`. Idempotent."""
+        async with self._starting:
+            if self._started:
+                return
+            for entry in sorted(self._folder.iterdir(), reverse=True):
+                if entry.name.startswith(".part-"):
+                    continue
+                key = parse_publication_name(entry.name)
+                publication = await asyncio.to_thread(self._verify, entry) if key is not None else None
+                if publication is None or publication.manifest is None:
+                    log.warning("%s is not a whole verified policy and is removed", entry)
+                    await asyncio.to_thread(_discard, entry)
+                    continue
+                policy = Policy(*publication.key, publication.manifest.root, entry)
+                self._policies[policy.key] = policy
+                if self.current is None or policy.key > self.current.key:
+                    self.current = policy
+                    self._follower.newest = publication
+            self._started = True
+
+    async def run_forever(self) -> None:
+        """Follow the newest policy until cancelled.
+
+        Raises:
+            ForkError: the origin signed two contradicting things; a person must decide.
+            StoreError, OSError: this disk cannot hold the weights.
+        """
+        await self.start()
+        try:
+            await self._follower.run_forever()
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop; unfinished downloads stay on disk and are resumed by the next start."""
+        await self._follower.close()
+        for sink in self._sinks.values():
+            sink.close()
+        self._save_stats()
+
+    async def wait_newer(self, after: Key | None, deadline_s: float) -> Policy:
+        """The current policy once it is newer than `after`.
+
+        Raises:
+            TransportError(`deadline`): none arrived in time; the message says what the sources answered.
+            ForkError, StoreError, OSError: what stopped this puller.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    self._follower.check()
+                    if self.current is not None and (after is None or self.current.key > after):
+                        return self._handed_out(self.current)
+                    event = self._arrived
+                    try:
+                        async with asyncio.timeout(1.0):
+                            await event.wait()
+                    except TimeoutError:
+                        continue
+        except TimeoutError as exc:
+            name = "any policy" if after is None else f"a policy newer than {publication_name(after)}"
+            raise TransportError(
+                f"{name} did not arrive within {deadline_s:g} s{self._why()}", ReasonCode.DEADLINE
+            ) from exc
+
+    async def fetch(self, epoch: int, step: int, root: bytes, deadline_s: float) -> Policy:
+        """One policy by name, maybe older than `current`.
+
+        Raises:
+            PublicationError(`hash-mismatch`): the origin published another root at (epoch, step).
+            TransportError(`deadline`): no source delivered it in time.
+            ForkError, StoreError, OSError: what stopped this puller.
+        """
+        key = (epoch, step)
+        await self.start()
+        try:
+            async with asyncio.timeout(deadline_s):
+                if key not in self._policies:
+                    await self._follower.fetch(key, root)
+        except TimeoutError as exc:
+            raise TransportError(
+                f"{publication_name(key)} did not arrive within {deadline_s:g} s{self._why()}", ReasonCode.DEADLINE
+            ) from exc
+        policy = self._policies[key]
+        if policy.root != root:
+            raise PublicationError(
+                f"{publication_name(key)} was published with root {policy.root.hex()[:16]}, not {root.hex()[:16]}",
+                ReasonCode.HASH_MISMATCH,
+            )
+        return self._handed_out(policy)
+
+    def _why(self) -> str:
+        told = "; ".join(str(error) for error in self.problems.values())
+        return f": {told}" if told else ""
+
+    def _handed_out(self, policy: Policy) -> Policy:
+        self._used[policy.key] = time.monotonic()
+        return policy
+
+    # --- what the follower calls -----------------------------------------------------------------------------------
+
+    async def _make_sink(self, publication: Publication) -> tuple[Sink, bool]:
+        header = await self._weights_header()
+        await self._model_files()
+        directory = self._folder / f".part-{publication_name(publication.key)}-{publication.open.publication.hex()}"
+        resume = (directory / WEIGHTS_NAME).exists()
+        sink = PolicySink(directory, publication, header)
+        self._sinks[publication.key] = sink
+        return sink, resume
+
+    async def _on_whole(self, publication: Publication, sink: Sink) -> None:
+        if not isinstance(sink, PolicySink) or publication.manifest is None:
+            raise StoreError("a whole publication without its sink or manifest")
+        sink.finish()
+        self._sinks.pop(publication.key, None)
+        for file in self.run.manifest.model.files:
+            target = sink.directory / file.name
+            target.unlink(missing_ok=True)
+            os.link(self._blob(file.digest), target)
+        (sink.directory / PUBLICATION_NAME).write_bytes(pack_frames(publication.frames()))
+        directory = self._folder / publication_name(publication.key)
+        if directory.exists():
+            _discard(directory)
+        sink.directory.rename(directory)
+        policy = Policy(*publication.key, publication.manifest.root, directory)
+        self._policies[policy.key] = policy
+        self._handed_out(policy)
+        if self.current is None or policy.key > self.current.key:
+            self.current = policy
+        self._evict()
+        self._save_stats()
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+
+    def _evict(self) -> None:
+        """Remove the policies used longest ago beyond `keep`, and downloads that nothing will resume."""
+        now = time.monotonic()
+        by_use = sorted(self._policies, key=lambda k: (k == self._current_key(), self._used.get(k, 0.0)))
+        for key in by_use[: -self.keep]:
+            if now - self._used.get(key, 0.0) > GRACE_S:
+                _discard(self._policies.pop(key).directory)
+                self._used.pop(key, None)
+        self._sinks = {key: sink for key, sink in self._sinks.items() if not sink.closed}
+        open_parts = {sink.directory for sink in self._sinks.values()}
+        for entry in self._folder.glob(".part-*"):
+            if entry not in open_parts:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def _current_key(self) -> Key | None:
+        return self.current.key if self.current is not None else None
+
+    # --- model files and layout ------------------------------------------------------------------------------------
+
+    def _blob(self, digest: bytes) -> Path:
+        return self.store / "blobs" / digest.hex()
+
+    async def _weights_header(self) -> bytes:
+        if self._header is None:
+            layout = decode_layout(await self._blob_bytes(self.run.manifest.model.layout, MAX_LAYOUT_BYTES))
+            self._header = safetensors_header(layout)
+        return self._header
+
+    async def _model_files(self) -> None:
+        if not self._has_files:
+            for file in self.run.manifest.model.files:
+                await self._blob_bytes(file.digest, file.size)
+            self._has_files = True
+
+    async def _blob_bytes(self, digest: bytes, limit: int) -> bytes:
+        """A blob from disk or from the first source that has it.
+
+        Raises:
+            SourceError: no source has it now.
+        """
+        path = self._blob(digest)
+        if path.exists() and hash_file(path) == digest:
+            return path.read_bytes()
+        data = await self._follower.blob(digest, limit)
+        path.unlink(missing_ok=True)
+        replace_file(path, data)
+        return data
+
+    # --- verification of what is on disk ---------------------------------------------------------------------------
+
+    def _verify(self, directory: Path) -> Publication | None:
+        """The publication of a policy directory if every byte of it holds, else None. Blocking."""
+        try:
+            raw = read_bounded(directory / PUBLICATION_NAME, _MAX_PUBLICATION_BYTES)
+            publication = publication_from(self.run, split_frames(raw))
+            layout = decode_layout(read_bounded(self._blob(self.run.manifest.model.layout), MAX_LAYOUT_BYTES))
+            if publication_name(publication.key) != directory.name or publication.manifest is None:
+                return None
+            holds = weights_hold(directory / WEIGHTS_NAME, layout, publication)
+            for file in self.run.manifest.model.files:
+                holds = holds and hash_file(directory / file.name) == file.digest
+        except (ProtocolError, FileNotFoundError) as exc:
+            log.warning("%s: %s", directory, exc)
+            return None
+        return publication if holds else None
+
+    def _save_stats(self) -> None:
+        if time.monotonic() - self._saved_at >= 1.0:
+            self._saved_at = time.monotonic()
+            replace_file(self.store / "stats.json", json.dumps({"bytes_received": self.bytes_received}).encode())
+
+
+def weights_hold(path: Path, layout: Layout, publication: Publication) -> bool:
+    """Whether a weights file is byte for byte what the publication's manifest says. Blocking."""
+    header = safetensors_header(layout)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if os.fstat(fd).st_size != len(header) + layout.nbytes or os.pread(fd, len(header), 0) != header:
+            return False
+        for index, state in enumerate(publication.states()):
+            start = index * SHARD_BYTES
+            length = min(SHARD_BYTES, layout.nbytes - start)
+            if hash_region(fd, len(header) + start, length) != state:
+                return False
+        return True
+    finally:
+        os.close(fd)
+
+
+def _discard(directory: Path) -> None:
+    """Remove a policy so that no instant leaves a half of it under a loadable name."""
+    aside = directory.with_name(f".part-gone-{directory.name}-{time.monotonic_ns()}")
+    directory.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""The records of a publication (RULES 8), all signed by the run's origin key.
+
+    order   record               envelope kind           says
+    1       PublicationOpen      publication             what follows: layout, codec, sizes
+    2..     ShardRecord          shard                   one shard is ready: its lengths and hashes
+    last    PublicationManifest  publication.manifest    all state hashes and their Merkle root; equals the records
+    then    Head                 head                    this is the newest policy
+
+Run, signer, issue and expiry times are the envelope's. `Challenge` (kind `challenge`) is signed by whoever serves,
+with its own key, to prove that an address is its own.
+
+`root = merkle root over BLAKE3(raw shard) leaves`, raw shards of 8 MiB of the canonical data (`layout`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from protocol.codec import Blob, record
+from protocol.limits import HASH_BYTES, KIB, MAX_ENVELOPE_BYTES
+from protocol.records import U8, U32, U64, Hash, Id
+from shardcast.limits import MAX_STATES_BYTES
+
+OPEN_KIND = "publication"
+SHARD_KIND = "shard"
+MANIFEST_KIND = "publication.manifest"
+HEAD_KIND = "head"
+CHALLENGE_KIND = "challenge"
+
+CODEC_FULL = 0
+"""The wire bytes of a shard are its raw bytes. Codecs with a base root (deltas) take higher numbers."""
+
+NO_HASH = bytes(HASH_BYTES)
+"""Stands where a full shard has no base."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class PublicationOpen:
+    epoch: U64
+    step: U64
+    publication: Id
+    """Random; a crashed origin opens a new one for the same step."""
+    base: Hash
+    """Root the shards apply to; `NO_HASH` for full shards."""
+    layout: Hash
+    codec: U8
+    raw_bytes: U64
+    """Size of the canonical data."""
+    shards: U32
+    max_wire_bytes: U64
+    """Upper bound of all shards' wire bytes together."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class ShardRecord:
+    publication: Id
+    index: U32
+    wire_bytes: U32
+    raw_bytes: U32
+    wire_hash: Hash
+    old_hash: Hash
+    """BLAKE3 of the raw shard before applying; `NO_HASH` for full shards."""
+    new_hash: Hash
+    """BLAKE3 of the raw shard after applying: the state hash."""
+
+
+@record(MAX_ENVELOPE_BYTES - KIB)
+@dataclass(frozen=True)
+class PublicationManifest:
+    epoch: U64
+    step: U64
+    publication: Id
+    base: Hash
+    layout: Hash
+    codec: U8
+    raw_bytes: U64
+    wire_bytes: U64
+    root: Hash
+    records: Hash
+    """BLAKE3 over the payloads of all shard records in order of their index."""
+    states: Annotated[bytes, Blob(MAX_STATES_BYTES, HASH_BYTES)]
+    """State hash of every shard in order."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class Head:
+    epoch: U64
+    step: U64
+    publication: Id
+    manifest: Hash
+    """BLAKE3 of the manifest's envelope bytes."""
+    root: Hash
+    anchor: U64
+    """Step of the newest full publication of this epoch, from which a joiner starts."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class Challenge:
+    nonce: Id

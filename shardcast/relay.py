@@ -1,0 +1,218 @@
+"""A relay: follows the newest publication and serves each shard as soon as it is verified (cut-through).
+
+Its store has the archive's layout. Nothing in it is flushed to the disk, so everything found after a restart is
+hashed again before it is served. Old publications beyond `keep` are removed.
+
+Not covered: planning of the tree, and signing what is served (a relay is not blamed by strangers yet).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from protocol.errors import ProtocolError, UsageError
+from protocol.identity import Identity
+from protocol.limits import MAX_LAYOUT_BYTES
+from protocol.manifest import Run
+from protocol.sequences import Sequences
+from shardcast.download import Sink
+from shardcast.errors import SourceError, StoreError
+from shardcast.follower import Follower
+from shardcast.heads import SeenHeads
+from shardcast.publication import Publication
+from shardcast.records import ShardRecord
+from shardcast.server import Clock, WeightsServer, wall_clock_ms
+from shardcast.store import Feed, Store, hash_file, read_publication, verify_shards
+
+log = logging.getLogger("shardcast.relay")
+
+
+class StoreSink:
+    """Shards written beside their place in the store; each is renamed into it, and shown, once verified."""
+
+    def __init__(self, store: Store, publication: Publication, feed: Feed) -> None:
+        self.publication = publication
+        self._store = store
+        self._feed = feed
+
+    def write(self, index: int, offset: int, piece: bytes) -> None:
+        if self._feed.gone:
+            raise StoreError("this download was given up")
+        path = self._aside(index)
+        with path.open("r+b" if offset else "wb", buffering=0) as out:
+            out.seek(offset)
+            view = memoryview(piece)
+            while view:
+                view = view[out.write(view) :]
+
+    def present(self, record: ShardRecord) -> bool:
+        path = self._store.shard_path(self._feed.key, record.index)
+        if not path.exists() or path.stat().st_size != record.wire_bytes or hash_file(path) != record.wire_hash:
+            return False
+        path.replace(self._aside(record.index))
+        return True
+
+    def verified(self, record: ShardRecord) -> None:
+        self._aside(record.index).replace(self._store.shard_path(self._feed.key, record.index))
+        envelope = self.publication.shard_envelope(record.index)
+        self._store.show_shard(self._feed, record.index, envelope, record.wire_bytes, record.raw_bytes)
+
+    def abandon(self) -> None:
+        self._store.abandon(self._feed.key)
+
+    def _aside(self, index: int) -> Path:
+        path = self._store.shard_path(self._feed.key, index)
+        return path.with_name(f".{path.name}.part")
+
+
+class RelayServer:
+    """Pulls from `sources` and serves what it verified."""
+
+    def __init__(
+        self,
+        run: Run,
+        sources: list[str] | Callable[[], list[str]],
+        listen: str,
+        store: Path,
+        identity: Identity,
+        *,
+        sequences: Sequences | None = None,
+        keep: int = 8,
+        clock_ms: Clock = wall_clock_ms,
+    ) -> None:
+        """Open the store.
+
+        Args:
+            sources: URLs of parents, best first; a callable is read again every second.
+            keep: finished publications kept; older ones are removed.
+            sequences: those of `identity`, when its owner signs other things too.
+
+        Raises:
+            UsageError: another process serves this store.
+            ForkError: an earlier run found that the origin forked.
+        """
+        if keep < 1:
+            raise UsageError("a relay keeps at least one publication")
+        self.run = run
+        self.keep = keep
+        self._given = sources
+        self._seen = SeenHeads(_made(store))
+        self.store = Store(store, run, durable=False)
+        self.server = WeightsServer(
+            self.store,
+            identity=identity,
+            sequences=sequences or Sequences(store / "relay-sequences.json"),
+            listen=listen,
+            clock_ms=clock_ms,
+        )
+        self._follower = Follower(
+            run,
+            sources=self._sources,
+            seen=self._seen,
+            clock_ms=clock_ms,
+            make_sink=self._make_sink,
+            on_whole=self._on_whole,
+            on_head=self.store.set_head,
+        )
+        self._has_blobs = False
+
+    @property
+    def url(self) -> str:
+        """`http://HOST:PORT` once started."""
+        return self.server.url
+
+    @property
+    def bytes_received(self) -> int:
+        return self._follower.bytes_received
+
+    @property
+    def problems(self) -> dict[str, SourceError]:
+        """The last failure of each source, by address."""
+        return self._follower.problems
+
+    async def start(self) -> None:
+        """Verify what is on disk, then serve it. Raises UsageError when the address cannot be bound."""
+        for key in list(self.store.keys):
+            try:
+                publication = read_publication(self.store.folder(key), self.run)
+                wrong = await asyncio.to_thread(verify_shards, self.store.folder(key), publication)
+            except ProtocolError as exc:
+                log.warning("%s", exc)
+                wrong = [-1]
+            if wrong:
+                log.warning("%s is damaged and is fetched again", self.store.folder(key))
+                self.store.remove(key)
+            else:
+                self._follower.newest = publication
+        await self.server.start()
+
+    async def run_forever(self) -> None:
+        """Follow and serve until cancelled; starts the server if that was not done.
+
+        Raises:
+            ForkError: the origin forked; a person must decide.
+            StoreError, OSError: this disk cannot hold the weights.
+        """
+        if not self.server.url:
+            await self.start()
+        await self._follower.run_forever()
+
+    async def close(self) -> None:
+        await self._follower.close()
+        await self.server.close()
+        self.store.close()
+
+    def _sources(self) -> list[str]:
+        given = self._given() if callable(self._given) else self._given
+        return [address for address in given if address != self.server.url]
+
+    async def _make_sink(self, publication: Publication) -> tuple[Sink, bool]:
+        await self._fetch_blobs()
+        envelope = publication.opening_envelope
+        if envelope is None:
+            raise StoreError("a publication without its open record")
+        resume = (self.store.folder(publication.key) / "open.hw").exists()
+        feed = self.store.begin(publication.key, envelope.raw)
+        return StoreSink(self.store, publication, feed), resume
+
+    async def _on_whole(self, publication: Publication, sink: Sink) -> None:
+        # Every record is needed on disk, also those whose shard came from a source that had only the manifest.
+        await self._all_records(publication)
+        self.store.finish_files(publication)
+        self.store.show_finished(publication)
+        for key in self.store.keys[: -self.keep]:
+            self.store.remove(key)
+
+    async def _all_records(self, publication: Publication) -> None:
+        while len(publication.shard_envelopes()) < publication.shards:
+            for source, health in self._follower.sources():
+                try:
+                    taken = 0
+                    while frames := await source.records(publication.key, taken, 0):
+                        taken += len(frames)
+                        for raw in frames:
+                            publication.take(raw)
+                except SourceError as exc:
+                    health.failed(exc)
+            await asyncio.sleep(0.2)
+
+    async def _fetch_blobs(self) -> None:
+        """Layout and model files, so that children need nobody else. Raises SourceError when no source has one."""
+        if self._has_blobs:
+            return
+        wanted = {self.run.manifest.model.layout: MAX_LAYOUT_BYTES}
+        wanted.update({file.digest: file.size for file in self.run.manifest.model.files})
+        for digest, limit in wanted.items():
+            path = self.store.blob(digest)
+            if path.exists() and hash_file(path) == digest:
+                continue
+            self.store.add_blob(await self._follower.blob(digest, limit))
+        self._has_blobs = True
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

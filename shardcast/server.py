@@ -1,0 +1,317 @@
+"""The HTTP side of a store: heads and news by long-poll, shards by sendfile. Origin and relay serve the same.
+
+    GET /v1/{run}/head?after=E.S&wait=MS        newest head envelope; 204 when none is newer within the wait
+    GET /v1/{run}/news?after=E.S&wait=MS        frames of the newest publication after E.S, also while it is made
+    GET /v1/{run}/p/{E}-{S}/records?from=N&wait=MS   frames N.. of one publication; 204 when none came
+    GET /v1/{run}/p/{E}-{S}/open | manifest     one envelope
+    GET /v1/{run}/p/{E}-{S}/shard/{I}           bytes of a shard that was verified here
+    GET /v1/{run}/blob/{HASH}                   layout or model file
+    GET /v1/{run}/challenge?nonce=HEX           `challenge` envelope signed with this process's identity
+
+Security: everything is read-only; all path parts are integers or hashes; a connection without a whole request
+header is closed after 10 s, a receiver below 16 KiB/s is cut, connections are capped in total and per address.
+
+Not covered: TLS (weights of public runs are public, and everything is signed above the transport).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.web_protocol import RequestHandler
+
+from protocol.envelope import seal
+from protocol.errors import ProtocolError, ReasonCode, UsageError
+from protocol.identity import Identity
+from protocol.limits import HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
+from protocol.sequences import Sequences
+from shardcast.heads import replace_file
+from shardcast.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, MAX_FEED_BYTES, MAX_WAIT_MS
+from shardcast.publication import Key, pack_frames
+from shardcast.records import CHALLENGE_KIND, Challenge
+from shardcast.store import Counters, Feed, Store
+
+log = logging.getLogger("shardcast.server")
+
+Clock = Callable[[], int]
+"""Milliseconds since the epoch, in corrected time where there is one."""
+
+_PLACE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
+_AFTER = re.compile(r"([0-9]{1,19})\.([0-9]{1,19})")
+_BINARY = {"Content-Type": "application/octet-stream"}
+
+
+def wall_clock_ms() -> int:
+    """This machine's clock; nodes pass their corrected one instead."""
+    return time.time_ns() // 1_000_000
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """`HOST:PORT`. Raises UsageError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"listen address {text!r} is not HOST:PORT, e.g. 127.0.0.1:0")
+    return host.strip("[]"), int(port)
+
+
+class _RefusedError(Exception):
+    """An answer other than 200, raised inside a handler."""
+
+    def __init__(self, status: int, code: ReasonCode, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class _Shard(web.FileResponse):
+    """A file whose receiver must keep to the minimum rate."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(path, headers=_BINARY)
+        self._limit_s = HEADER_DEADLINE_S + size / MINIMUM_RATE_BYTES_S
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await super().prepare(request)
+        except TimeoutError as exc:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the receiver fell below the minimum rate") from exc
+
+
+class _CappedServer(web.Server):
+    """Closes connections over the caps before anything is read from them."""
+
+    _per_address: dict[str, int]
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if peer else ""
+        counts = self.__dict__.setdefault("_per_address", {})
+        counts[address] = counts.get(address, 0) + 1
+        self.__dict__.setdefault("_addresses", {})[id(handler)] = address
+        if counts[address] > MAX_CONNECTIONS_PER_ADDRESS or sum(counts.values()) > MAX_CONNECTIONS:
+            transport.abort()
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        address = self.__dict__.get("_addresses", {}).pop(id(handler), None)
+        if address is not None:
+            counts = self.__dict__["_per_address"]
+            counts[address] -= 1
+            if not counts[address]:
+                del counts[address]
+
+
+class WeightsServer:
+    """Serves one store over HTTP."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        identity: Identity,
+        sequences: Sequences,
+        listen: str,
+        clock_ms: Clock = wall_clock_ms,
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._sequences = sequences
+        self._listen = listen
+        self._clock_ms = clock_ms
+        self._prefix = f"/v1/{store.run.id.hex()}/"
+        self._runner: web.ServerRunner | None = None
+        self._saver: asyncio.Task[None] | None = None
+        self.counters = Counters(store.root)
+        self.url = ""
+        """`http://HOST:PORT` once started."""
+
+    async def start(self) -> None:
+        """Bind and serve; `url` is then known and also written to `server.json` of the store.
+
+        Raises:
+            UsageError: the address cannot be bound.
+        """
+        host, port = parse_listen(self._listen)
+        # An idle connection is one without a whole request header, so this timeout is also the header's deadline.
+        server = _CappedServer(self._handle, keepalive_timeout=HEADER_DEADLINE_S, access_log=None, lingering_time=1.0)
+        runner = web.ServerRunner(server)
+        await runner.setup()
+        site = web.TCPSite(runner, host, port, shutdown_timeout=1.0)
+        try:
+            await site.start()
+        except OSError as exc:
+            await runner.cleanup()
+            raise UsageError(
+                f"cannot listen on {self._listen}: {exc.strerror}; stop the program that uses it or choose another port"
+            ) from exc
+        self._runner = runner
+        bound = runner.addresses[0]
+        name = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+        self.url = f"http://{name}:{bound[1]}"
+        replace_file(self._store.root / "server.json", json.dumps({"url": self.url, "pid": os.getpid()}).encode())
+        self._saver = asyncio.create_task(self._save_counters())
+
+    async def close(self) -> None:
+        if self._saver is not None:
+            self._saver.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self.counters.save()
+            (self._store.root / "server.json").unlink(missing_ok=True)
+
+    async def _save_counters(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self.counters.save()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._answer(request)
+        except _RefusedError as refusal:
+            status, code, message = refusal.status, refusal.code, str(refusal)
+        except ProtocolError as exc:
+            log.error("%s: %s", request.path, exc)
+            status, code, message = 500, exc.code, "the publication is damaged here; ask another source"
+        return web.json_response({"code": str(code), "message": message}, status=status)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method != "GET":
+            raise _RefusedError(405, ReasonCode.WRONG_KIND, "only GET is served here")
+        path = request.path
+        if not path.startswith(self._prefix):
+            raise _RefusedError(404, ReasonCode.WRONG_RUN, "another run is served here")
+        parts = path[len(self._prefix) :].split("/")
+        match parts:
+            case ["news"]:
+                return await self._news(request)
+            case ["head"]:
+                return await self._head(request)
+            case ["p", place, "records"]:
+                return await self._records(request, self._feed(place))
+            case ["p", place, "open"]:
+                return web.Response(body=self._feed(place).frames[0], headers=_BINARY)
+            case ["p", place, "manifest"]:
+                feed = self._feed(place)
+                if not feed.complete:
+                    raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this publication has no manifest yet")
+                return web.Response(body=feed.frames[-2], headers=_BINARY)
+            case ["p", place, "shard", index]:
+                return self._shard(self._feed(place), index)
+            case ["blob", name]:
+                return self._blob(name)
+            case ["challenge"]:
+                return self._challenge(request)
+        raise _RefusedError(404, ReasonCode.MALFORMED, "no such resource")
+
+    def _feed(self, place: str) -> Feed:
+        match = _PLACE.fullmatch(place)
+        feed = self._store.feed((int(match[1]), int(match[2]))) if match else None
+        if feed is None:
+            raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this publication is not here")
+        return feed
+
+    async def _news(self, request: web.BaseRequest) -> web.StreamResponse:
+        after = _after(request)
+        deadline = time.monotonic() + _wait_s(request)
+        while True:
+            feed = self._store.newest(after)
+            if feed is not None:
+                return self._frames(feed, 0)
+            if not await self._store.changed(max(0.0, deadline - time.monotonic())):
+                return web.Response(status=204)
+
+    async def _head(self, request: web.BaseRequest) -> web.StreamResponse:
+        after = _after(request)
+        deadline = time.monotonic() + _wait_s(request)
+        while True:
+            keys = self._store.keys
+            if self._store.head is not None and keys and (after is None or keys[-1] > after):
+                return web.Response(body=self._store.head, headers=_BINARY)
+            if not await self._store.changed(max(0.0, deadline - time.monotonic())):
+                return web.Response(status=204)
+
+    async def _records(self, request: web.BaseRequest, feed: Feed) -> web.StreamResponse:
+        start = _integer(request, "from", 0)
+        deadline = time.monotonic() + _wait_s(request)
+        while len(feed.frames) <= start:
+            if feed.gone:
+                raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this publication was given up here; ask for news")
+            if feed.complete and start > len(feed.frames):
+                raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this publication has fewer frames; start from 0")
+            if feed.complete or not await self._store.changed(max(0.0, deadline - time.monotonic())):
+                return web.Response(status=204)
+        return self._frames(feed, start)
+
+    def _frames(self, feed: Feed, start: int) -> web.Response:
+        chosen = []
+        size = 0
+        for frame in self._store.frames_of(feed)[start:]:
+            chosen.append(frame)
+            size += len(frame) + 4
+            if size > MAX_FEED_BYTES:
+                break
+        return web.Response(body=pack_frames(chosen), headers=_BINARY)
+
+    def _shard(self, feed: Feed, index_text: str) -> web.StreamResponse:
+        if not (index_text.isdecimal() and len(index_text) <= 7) or int(index_text) not in feed.shards:
+            raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this shard is not here, or not yet")
+        index = int(index_text)
+        self.counters.sent(feed.shards[index], feed.raw_bytes[index])
+        return _Shard(self._store.shard_path(feed.key, index), feed.shards[index])
+
+    def _blob(self, name: str) -> web.StreamResponse:
+        if not re.fullmatch(r"[0-9a-f]{64}", name):
+            raise _RefusedError(404, ReasonCode.MALFORMED, "a blob is named by 64 hex digits")
+        path = self._store.blob(bytes.fromhex(name))
+        if not path.exists():
+            raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this blob is not here")
+        return _Shard(path, path.stat().st_size)
+
+    def _challenge(self, request: web.BaseRequest) -> web.StreamResponse:
+        nonce = request.query.get("nonce", "")
+        if not re.fullmatch(r"[0-9a-f]{32}", nonce):
+            raise _RefusedError(400, ReasonCode.MALFORMED, "a nonce is 32 hex digits")
+        envelope = seal(
+            self._identity,
+            CHALLENGE_KIND,
+            Challenge(bytes.fromhex(nonce)),
+            run=self._store.run.id,
+            sequence=self._sequences.next(CHALLENGE_KIND),
+            issued_at=self._clock_ms(),
+        )
+        return web.Response(body=envelope.raw, headers=_BINARY)
+
+
+def _integer(request: web.BaseRequest, name: str, default: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19):
+        raise _RefusedError(400, ReasonCode.MALFORMED, f"{name} is not a number")
+    return int(text)
+
+
+def _wait_s(request: web.BaseRequest) -> float:
+    return min(_integer(request, "wait", 0), MAX_WAIT_MS) / 1000
+
+
+def _after(request: web.BaseRequest) -> Key | None:
+    text = request.query.get("after")
+    if text is None:
+        return None
+    match = _AFTER.fullmatch(text)
+    if match is None:
+        raise _RefusedError(400, ReasonCode.MALFORMED, "after is not EPOCH.STEP")
+    return int(match[1]), int(match[2])

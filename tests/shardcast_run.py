@@ -1,0 +1,110 @@
+"""A small real run for the tests of the weights plane: keys, manifest, model files and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from safetensors.numpy import save_file
+
+from protocol.envelope import seal
+from protocol.identity import Identity
+from protocol.manifest import (
+    EnvironmentSpec,
+    LeasePolicy,
+    ModelFile,
+    ModelSpec,
+    Run,
+    RunManifest,
+    SamplingSpec,
+    Thresholds,
+    open_manifest,
+    run_id_of,
+)
+from shardcast.layout import layout_hash, make_layout
+
+SMALL_SHAPES = {"embed.weight": (64, 32), "layers.0.weight": (32, 32), "norm.weight": (32,)}
+"""A model of one small shard."""
+
+WIDE_SHAPES = {"embed.weight": (2048, 1024), "layers.0.weight": (3000, 1024), "norm.weight": (77,)}
+"""About 20 MB in float32: three shards, the last one short."""
+
+
+@dataclass(frozen=True)
+class MadeRun:
+    directory: Path
+    run: Run
+    origin: Identity
+    shapes: dict[str, tuple[int, ...]]
+
+
+def make_run(directory: Path, shapes: dict[str, tuple[int, ...]] | int) -> MadeRun:
+    """A run directory with manifest and model files; no checkpoints yet."""
+    if isinstance(shapes, int):
+        shapes = {"embed.weight": (shapes // 4 // 64, 64)}
+    root, origin = Identity.generate(), Identity.generate()
+    (directory / "model").mkdir(parents=True)
+    (directory / "checkpoints").mkdir()
+    files = []
+    for name, text in (("config.json", '{"model_type": "qwen3"}'), ("tokenizer.json", '{"version": "1.0"}')):
+        (directory / "model" / name).write_text(text)
+        files.append(ModelFile(name, len(text), blake3(text.encode()).digest()))
+    layout = make_layout({name: ("F32", shape) for name, shape in shapes.items()})
+    manifest = RunManifest(
+        name="weights",
+        created=time.time_ns() // 1_000_000,
+        root=root.public,
+        coordinator=Identity.generate().public,
+        origin=origin.public,
+        coordinator_transport=Identity.generate().public,
+        control=(),
+        ingress=(),
+        profile="fp32",
+        model=ModelSpec("Qwen3ForCausalLM", "float32", layout_hash(layout), 64, tuple(files)),
+        environments=(EnvironmentSpec("word", "1", bytes(32), bytes(32), "{}", "pure"),),
+        sampling=SamplingSpec(1.0, 8, (0,)),
+        thresholds=Thresholds(1e-5, 1, 1e-4, 1e-4, 1e-4, 1, 1, 0.0, 0, 0.0, 0.0, "test"),
+        leases=LeasePolicy(4, 4, 1, 2, 4, 32, 60_000, 5_000, 0.1),
+        steps=100,
+        versions=(0x0100, 0x0100),
+        allow_private=True,
+        contact="nobody",
+        privacy="none",
+    )
+    envelope = seal(
+        root, "manifest", manifest, run=run_id_of(manifest), sequence=1, issued_at=manifest.created, lifetime_ms=10**12
+    )
+    (directory / "manifest.hw").write_bytes(envelope.raw)
+    return MadeRun(directory, open_manifest(envelope.raw), origin, shapes)
+
+
+def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """Random float32 tensors."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+def write_checkpoint(
+    directory: Path, epoch: int, step: int, shapes: dict[str, tuple[int, ...]], seed: int, **changes: object
+) -> Path:
+    """What the learner writes: weights first, `checkpoint.json` last."""
+    folder = directory / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(exist_ok=True)
+    (folder / "checkpoint.json").unlink(missing_ok=True)
+    save_file(weights(shapes, seed), folder / "model.safetensors")
+    data = (folder / "model.safetensors").read_bytes()
+    table = {
+        "epoch": epoch,
+        "step": step,
+        "files": {"model.safetensors": {"size": len(data), "blake3": blake3(data).hexdigest()}},
+        **changes,
+    }
+    aside = folder / ".checkpoint.part"
+    aside.write_text(json.dumps(table))
+    os.replace(aside, folder / "checkpoint.json")
+    return folder
