@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,16 +78,21 @@ def segment_name(first: int) -> str:
     return f"segment-{first:012d}.hwl"
 
 
+def pack_segment(run: bytes, first: int, entries: Sequence[bytes], head: bytes) -> bytes:
+    """The bytes of a segment: entry envelopes from index `first` on, and the tree head's envelope."""
+    parts = [MAGIC, _HEADER.pack(run, first, len(entries))]
+    for raw in [*entries, head]:
+        parts += [_LENGTH.pack(len(raw)), raw]
+    data = b"".join(parts)
+    return data + blake3(data).digest()
+
+
 def _write_segment(directory: Path, ledger: Ledger, entries: list[StoredEntry]) -> Path:
     """One whole file, or none."""
     first = entries[0].index
     head = ledger.sign_head(ledger.head_at(first + len(entries))).raw
-    parts = [MAGIC, _HEADER.pack(ledger.run, first, len(entries))]
-    for raw in [*(stored.raw_envelope for stored in entries), head]:
-        parts += [_LENGTH.pack(len(raw)), raw]
-    data = b"".join(parts)
     path = directory / segment_name(first)
-    write_atomic(path, data + blake3(data).digest())
+    write_atomic(path, pack_segment(ledger.run, first, [stored.raw_envelope for stored in entries], head))
     return path
 
 

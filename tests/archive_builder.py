@@ -1,24 +1,33 @@
 """Makes real ledgers and real run archives for tests: real keys, envelopes, models, proofs, publications.
 
-    Chain           identities of a small run and one method per ledger event; writes to any sink
-    make_manifest   a complete RunManifest around given model files and environment
+    Chain             identities of a small run and one method per ledger event; writes to any sink
+    make_manifest     a complete RunManifest
+    build_archive     a whole run directory: tiny random Qwen3, real rollouts, proofs, verdicts, publications, ledger
+    invert_verdicts   turn every verdict of a run directory around and sign everything again with the given keys
 
-Nothing in here skips a check that production code makes.
+Nothing in here skips a check that production code makes. Torch is imported by `build_archive` only.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from blake3 import blake3
 
 from protocol import codec
-from protocol.envelope import seal
+from protocol.envelope import Envelope, open_envelope, parse, seal
 from protocol.identity import Identity
+from protocol.ledger import TREE_KIND, Ledger
 from protocol.manifest import (
     MANIFEST_KIND,
     EnvironmentSpec,
     LeasePolicy,
+    ModelFile,
     ModelSpec,
     RunManifest,
     SamplingSpec,
@@ -26,8 +35,13 @@ from protocol.manifest import (
     open_manifest,
     run_id_of,
 )
+from protocol.merkle import MerkleLog, leaf_hash
 from protocol.records import (
     ACCEPT,
+    FINISH_EOS,
+    FINISH_LENGTH,
+    REJECT,
+    Batch,
     BatchClosed,
     BatchEntry,
     JobDrawn,
@@ -37,10 +51,17 @@ from protocol.records import (
     LedgerEntry,
     Outcome,
     RoleGrant,
+    Rollout,
     RunFinished,
+    Submission,
+    TrainingRollout,
+    TreeHead,
     UploadIntent,
     Verdict,
 )
+from protocol.seeds import group_id, sampling_seed
+from protocol.segments import pack_segment, read_segments, seal_missing, segment_name
+from protocol.sequences import Sequences
 from protocol.state import PolicyHead
 
 START_MS = 1_760_000_000_000
@@ -192,3 +213,372 @@ class Chain:
     def digest_of(self, lease_id: bytes) -> bytes:
         """Digest of the default blob `submit` sends for a lease."""
         return blake3(lease_id * 4).digest()
+
+
+# --- a whole archive ----------------------------------------------------------------------------------------------
+
+PAD, EOS = 0, 1
+CHARACTERS = "abcdefghij="
+
+
+@dataclass
+class BuiltArchive:
+    """What a test needs to know about an archive made by `build_archive`."""
+
+    root: Path
+    chain: Chain
+    accepted: int
+    submissions: dict[int, bytes]
+    """Ledger index -> lease id."""
+    verdicts: list[int]
+    identities: dict[bytes, Identity]
+    """Every key of the run, by public key."""
+
+
+def build_archive(root: Path, steps: int = 2, leases_per_step: int = 2) -> BuiltArchive:
+    """A run of `steps` batches by two honest nodes and one whose claimed rewards are wrong.
+
+    Weights are published by the real origin from checkpoints that differ a little each step; rollouts are decoded
+    from them under the leases' seeds; verdicts are what `judge_upload` says; the ledger is the real one.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _Builder(root, steps, leases_per_step).build()
+
+
+class _Builder:
+    def __init__(self, root: Path, steps: int, leases_per_step: int) -> None:
+        from environments.registry import make
+
+        self.root = root
+        self.steps = steps
+        self.leases_per_step = leases_per_step
+        self.environment = make("word", {"transform": "reverse", "low": 2, "high": 4, "letters": "abcdefghij"})
+        self.time = START_MS
+        self.accepted = 0
+        self.submissions: dict[int, bytes] = {}
+        self.verdicts: list[int] = []
+
+    def build(self) -> BuiltArchive:
+        for name in ("model", "checkpoints", "submissions", "batches", "ledger"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
+        model = _write_model(self.root / "model")
+        self.chain = chain = Chain(self._manifest())
+        (self.root / "manifest.hw").write_bytes(chain.run.envelope.raw)
+        for step in range(self.steps + 1):
+            _write_checkpoint(self.root / "checkpoints" / f"step-{step:08d}", model, step)
+        asyncio.run(self._publish())
+        ledger = Ledger.open(
+            self.root / "state" / "ledger.db",
+            run=chain.run_id,
+            coordinator=identity("coordinator"),
+            sequences=Sequences(self.root / "state" / "sequences.json"),
+            clock_ms=self._clock,
+            monotonic_ms=lambda: self.time,
+        )
+        chain.sink = ledger
+        chain.open()
+        for who, role in (("val", "validator"), ("vic", "validator"), ("rel", "relay")):
+            chain.join(who, role)
+        for who in ("ann", "bob", "mal"):
+            chain.join(who, "inference")
+        for step in range(self.steps):
+            self._step(step)
+            asyncio.run(ledger.commit())
+            seal_missing(ledger, self.root / "ledger")
+        chain.finish(self.steps)
+        asyncio.run(ledger.commit())
+        seal_missing(ledger, self.root / "ledger")
+        ledger.close()
+        names = ["root", "coordinator", "origin", "val", "vic", "rel", "ann", "bob", "mal"]
+        keys = {identity(name).public: identity(name) for name in names}
+        return BuiltArchive(self.root, chain, self.accepted, self.submissions, self.verdicts, keys)
+
+    def _clock(self) -> int:
+        self.time += 10
+        return self.time
+
+    def _manifest(self) -> RunManifest:
+        from shardcast.layout import layout_hash, layout_of_safetensors
+
+        files = []
+        for name in ("config.json", "tokenizer.json"):
+            data = (self.root / "model" / name).read_bytes()
+            files.append(ModelFile(name, len(data), blake3(data).digest()))
+        layout = layout_hash(layout_of_safetensors(self.root / "model" / "model.safetensors"))
+        return make_manifest(
+            model=ModelSpec("Qwen3ForCausalLM", "float32", layout, 64, tuple(files)),
+            environments=(self.environment.spec(),),
+            sampling=SamplingSpec(1.0, 6, (EOS,)),
+            thresholds=Thresholds(3e-6, 4, 2.0**-6, 1e-4, 1e-4, 200, 2000, 1e-7, 0, 1e-6, 1e-6, "test"),
+            leases=LeasePolicy(2, 4, 2, 2, 4, 1000, 60_000, 5_000, 0.1),
+            steps=self.steps,
+        )
+
+    async def _publish(self) -> None:
+        from shardcast.origin import Origin
+
+        origin = Origin(self.root, identity=identity("origin"), clock_ms=lambda: START_MS)
+        try:
+            await origin.start()
+            published = await origin.publish_ready()
+            assert published == self.steps + 1
+        finally:
+            await origin.close()
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def _step(self, step: int) -> None:
+        from shardcast.archive import open_published
+        from verifier.model import load_policy
+
+        chain = self.chain
+        head = self.root / "published" / f"e0000-s{step:08d}" / "head.hw"
+        chain.append("policy", b"", head.read_bytes())
+        policy_record = parse(head.read_bytes()).record(PolicyHead)
+        into = self.root / ".build" / f"policy-{step}"
+        published = open_published(self.root, chain.run).materialise(0, step, into)
+        policy = load_policy(published.directory, root=policy_record.root)
+        entries, rollouts = [], []
+        for number in range(self.leases_per_step):
+            who = ("ann", "bob")[number % 2]
+            tasks = (100 * step + 2 * number, 100 * step + 2 * number + 1)
+            made = self._work(who, step, policy, tasks, honest=True)
+            entries += made[0]
+            rollouts += made[1]
+        if step == 0:
+            self._work("mal", step, policy, (50, 51), honest=False)
+        raw = codec.encode(Batch(chain.run_id, 0, step, tuple(rollouts)))
+        chain.batch(step, entries, blake3(raw).digest())
+        (self.root / "batches" / f"step-{step:08d}.hwb").write_bytes(raw)
+        shutil.rmtree(self.root / ".build")
+
+    def _work(self, who: str, step: int, policy, tasks, honest: bool):
+        """One lease from its issue to its deciding verdict; returns batch entries and training rollouts."""
+        import zstandard
+
+        from verifier.judge import judge_upload
+
+        chain, files = self.chain, self.root / "submissions"
+        lease_id = chain.lease(who, step=step, root=policy.root, tasks=tasks)
+        lease = chain.leases[lease_id]
+        submission = decode_lease(chain.run_id, lease, policy, self.environment, honest)
+        raw = codec.encode(submission)
+        blob = zstandard.ZstdCompressor(level=3).compress(raw)
+        (files / f"{lease_id.hex()}.hws").write_bytes(blob)
+        index = chain.submit(lease_id, blob, len(raw))
+        self.submissions[index] = lease_id
+        judgement = judge_upload(chain.run, lease, blob, len(raw), policy, self.environment)
+        rounds = [(1, "val")] if honest else [(1, "val"), (2, "vic")]
+        details = codec.encode(judgement.verdict_details())
+        for round_, validator in rounds:
+            (files / f"{lease_id.hex()}.{round_}.hwv").write_bytes(details)
+            job = chain.job(index, validator, round_)
+            digest = blake3(blob).digest()
+            verdict = chain.verdict(job, digest, validator, judgement.outcomes, round_, blake3(details).digest())
+            self.verdicts.append(verdict)
+        said = {outcome.outcome for outcome in judgement.outcomes}
+        assert said == ({ACCEPT} if honest else {REJECT}), judgement
+        if not honest:
+            return [], []
+        self.accepted += len(judgement.outcomes)
+        entries, rollouts = [], []
+        for i, (rollout, detail) in enumerate(zip(submission.rollouts, judgement.details, strict=True)):
+            entries.append((index, verdict, i))
+            prompt = prompt_of(policy, self.environment, rollout.task)
+            rollouts.append(
+                TrainingRollout(
+                    index,
+                    verdict,
+                    i,
+                    group_id(lease.nonce, rollout.task),
+                    0,
+                    step,
+                    u32(prompt),
+                    rollout.tokens,
+                    detail.logprobs,
+                    detail.reward,
+                )
+            )
+        return entries, rollouts
+
+
+def u32(ids) -> bytes:
+    import numpy as np
+
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+def prompt_of(policy, environment, task: int) -> list[int]:
+    from verifier.model import prompt_ids
+
+    return prompt_ids(policy.tokenizer, environment.task(task).prompt)
+
+
+def decode_lease(run_id: bytes, lease: Lease, policy, environment, honest: bool = True) -> Submission:
+    """Sample what a lease forces, prove it, score it. A dishonest one claims the opposite reward."""
+    import numpy as np
+    import torch
+
+    from verifier.logprobs import token_logprobs
+    from verifier.model import completion_text
+    from verifier.sampling import choose, gumbel_noise
+    from verifier.toploc import build_proofs
+
+    prompts, seeds, tasks = [], [], []
+    for task in lease.tasks:
+        for sample in range(lease.samples):
+            prompts.append(prompt_of(policy, environment, task))
+            seeds.append(sampling_seed(run_id, lease.nonce, task, sample))
+            tasks.append((task, sample))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    running = list(range(len(prompts)))
+    while running:
+        filled = policy.prefill([(prompts[i], [*tokens[i], PAD]) for i in running])
+        for i, one in zip(list(running), filled, strict=True):
+            position = len(prompts[i]) + len(tokens[i])
+            noise = gumbel_noise([seeds[i]], [position], policy.vocabulary)
+            token = int(choose(torch.from_numpy(one.logits_NV[-1:]), 1.0, noise)[0])
+            tokens[i].append(token)
+            if token == EOS or len(tokens[i]) == lease.max_new_tokens:
+                running.remove(i)
+    filled = policy.prefill(list(zip(prompts, tokens, strict=True)))
+    rollouts = []
+    for (task, sample), ids, one in zip(tasks, tokens, filled, strict=True):
+        logprobs = token_logprobs(torch.from_numpy(one.logits_NV), torch.tensor(ids), 1.0).numpy()
+        finish = FINISH_EOS if ids[-1] == EOS else FINISH_LENGTH
+        text = completion_text(policy.tokenizer, ids, (EOS,))
+        reward = environment.score(environment.task(task), text, finish == FINISH_EOS)
+        rollouts.append(
+            Rollout(
+                task,
+                sample,
+                u32(ids),
+                logprobs.astype(np.float32).tobytes(),
+                finish,
+                reward if honest else 1.0 - reward,
+                tuple(build_proofs(one.states_NH)),
+            )
+        )
+    return Submission(lease.lease_id, "test", tuple(rollouts))
+
+
+def _write_model(out: Path):
+    import tokenizers
+    import transformers
+    from safetensors.torch import save_file
+    from tokenizers import decoders, models, pre_tokenizers
+
+    config = transformers.Qwen3Config(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        dtype="float32",
+    )
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.config.save_pretrained(out)
+    vocabulary = {"<pad>": PAD, "<eos>": EOS} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(out / "tokenizer.json"))
+    save_file(_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def _tensors(model) -> dict:
+    tensors = dict(model.named_parameters())
+    return {name: tensors[name].detach().clone().contiguous() for name in sorted(tensors)}
+
+
+def _write_checkpoint(folder: Path, model, step: int) -> None:
+    """As the learner does: weights first, `checkpoint.json` last. Each step's weights differ a little."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    if step:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 1e-3)
+    path = folder / "model.safetensors"
+    save_file(_tensors(model), path, metadata={"format": "pt"})
+    data = path.read_bytes()
+    entry = {"size": len(data), "blake3": blake3(data).hexdigest()}
+    (folder / "checkpoint.json").write_text(json.dumps({"epoch": 0, "step": step, "files": {path.name: entry}}))
+
+
+# --- rewriting history --------------------------------------------------------------------------------------------
+
+
+def rewrite(root: Path, run, identities: dict[bytes, Identity], change: Callable[[LedgerEntry], LedgerEntry]) -> None:
+    """Replace entries of a run directory's ledger in place and sign entries and tree heads again.
+
+    Args:
+        identities: private keys by public key; the coordinator's must be among them.
+    """
+    log = read_segments(root / "ledger", run)
+    assert log.problems == []
+    coordinator = identities[run.manifest.coordinator]
+    firsts = sorted(int(path.stem.split("-")[1]) for path in (root / "ledger").glob("segment-*.hwl"))
+    tree = MerkleLog()
+    for number, first in enumerate(firsts):
+        last = firsts[number + 1] if number + 1 < len(firsts) else log.size
+        raws = []
+        for sealed in log.entries[first:last]:
+            entry = change(sealed.entry)
+            raws.append(reseal(coordinator, sealed.envelope, entry).raw)
+            tree.append(leaf_hash(raws[-1]))
+        head = TreeHead(tree.size, tree.root(), log.entries[last - 1].entry.time)
+        signed = seal(coordinator, TREE_KIND, head, run=run.id, sequence=number + 1, issued_at=head.time)
+        (root / "ledger" / segment_name(first)).write_bytes(pack_segment(run.id, first, raws, signed.raw))
+    assert read_segments(root / "ledger", run).problems == []
+
+
+def reseal(signer: Identity, envelope: Envelope, record: object) -> Envelope:
+    """The same envelope around another record, signed by the same key again."""
+    assert signer.public == envelope.signer
+    return seal(
+        signer,
+        envelope.kind,
+        record,
+        run=envelope.run,
+        sequence=envelope.sequence,
+        issued_at=envelope.issued_at,
+        lifetime_ms=envelope.expires_at - envelope.issued_at,
+        audience=envelope.audience,
+    )
+
+
+def invert_verdicts(root: Path, run, identities: dict[bytes, Identity]) -> int:
+    """Turn ACCEPT and REJECT of every verdict around, signed by its validator; returns how many verdicts."""
+    count = 0
+
+    def change(entry: LedgerEntry) -> LedgerEntry:
+        nonlocal count
+        if entry.event != "verdict":
+            return entry
+        count += 1
+        envelope = open_envelope(entry.subject, run=run.id, kind="verdict")
+        verdict = envelope.record(Verdict)
+        turned = {ACCEPT: Outcome(REJECT, "proof-mismatch"), REJECT: Outcome(ACCEPT, "holds")}
+        outcomes = tuple(turned.get(outcome.outcome, outcome) for outcome in verdict.outcomes)
+        lied = reseal(identities[envelope.signer], envelope, replace(verdict, outcomes=outcomes))
+        return replace(entry, subject=lied.raw)
+
+    rewrite(root, run, identities, change)
+    return count

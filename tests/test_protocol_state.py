@@ -405,23 +405,9 @@ def test_property_any_history_keeps_the_rules_and_folds_the_same(commands, cut):
     assert resumed == state
 
 
-events = st.sampled_from(
-    [
-        "run.opened",
-        "incarnation",
-        "grant",
-        "node.joined",
-        "policy",
-        "lease",
-        "lease.closed",
-        "submission",
-        "job",
-        "verdict",
-        "batch",
-        "run.finished",
-        "unheard-of",
-    ]
-)
+EVENTS = """run.opened incarnation grant node.joined policy lease lease.closed submission job verdict batch
+run.finished unheard-of"""
+events = st.sampled_from(EVENTS.split())
 
 
 @settings(max_examples=150, deadline=None)
