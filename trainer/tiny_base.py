@@ -94,8 +94,8 @@ def make(
     torch.manual_seed(seed)
     model = transformers.Qwen3ForCausalLM(configuration())
     tokenizer = character_tokenizer()
-    schedule = sft.Schedule(steps=steps, batch_size=BATCH, learning_rate=LEARNING_RATE, total=total)
-    sft.supervise(model, lambda text: tokenizer.encode(text).ids, EOS, schedule, seed, report)
+    schedule = sft.Schedule(steps=steps, batch_size=BATCH, learning_rate=LEARNING_RATE, warmup=50, total=total)
+    sft.supervise(model, lambda text: tokenizer.encode(text).ids, EOS, sft.mixture_draw, schedule, seed, report)
     write_model(model, out)
 
 

@@ -1,0 +1,136 @@
+"""The learner's door: reading `batches/step-N.hwb` and refusing what must not be trained on.
+
+A batch is judged as a whole, because it is the coordinator's: one that does not belong here means that the two
+processes disagree, and the learner stops and says how. Single rollouts are dropped (and counted) only for numbers
+that are not finite, which a stranger's hardware can cause.
+
+Not covered: whether a rollout is honest (`verifier`); what is learned from it (`trainer.update`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol import codec
+from protocol.errors import DecodeError, ReasonCode
+from protocol.manifest import Run
+from protocol.records import Batch, TrainingRollout
+from trainer.errors import TrainerError
+
+
+class BatchError(TrainerError):
+    """A batch file that this learner must not train on. Nothing was learned from any of it."""
+
+    code = ReasonCode.BATCH_WRONG
+
+
+@dataclass(frozen=True)
+class Door:
+    """What a batch must fit: ids below `vocabulary`, at most `max_context` tokens, at most `max_staleness` old."""
+
+    run: bytes
+    epoch: int
+    vocabulary: int
+    max_context: int
+    max_staleness: int
+
+    @staticmethod
+    def of(run: Run, vocabulary: int, epoch: int = 0) -> Door:
+        manifest = run.manifest
+        return Door(run.id, epoch, vocabulary, manifest.model.max_context, manifest.leases.max_staleness)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One verified rollout. behaviour: float32 log-probabilities, one per sampled token."""
+
+    group: bytes
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    behaviour: npt.NDArray[np.float32]
+    reward: float
+    staleness: int
+
+    @property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.behaviour).all())
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    step: int
+    sequences: tuple[Sequence, ...]
+    identities: frozenset[tuple[int, int]]
+    """(submission, position in it) of every rollout: none may be trained on twice."""
+
+
+def batch_path(run_dir: Path, step: int) -> Path:
+    return run_dir / "batches" / f"step-{step:08d}.hwb"
+
+
+def read_batch(path: Path, step: int, door: Door, trained: Iterable[frozenset[tuple[int, int]]] = ()) -> TrainingBatch:
+    """Read and check one batch file.
+
+    Args:
+        step: the step this batch must train.
+        trained: identities of earlier batches. Those of the last `max_staleness` steps are enough: anything older is
+            too stale to come again.
+
+    Raises:
+        BatchError: not a batch, another run's or step's, empty, a token outside the vocabulary, a rollout that is too
+            stale, from the future, or was trained on before.
+    """
+    try:
+        batch = codec.decode(Batch, path.read_bytes())
+    except DecodeError as exc:
+        raise _refuse(path, f"is no batch ({exc})", exc.code) from exc
+    except OSError as exc:
+        raise _refuse(path, f"cannot be read ({exc.strerror})") from exc
+    if batch.run != door.run:
+        raise _refuse(path, "belongs to another run", ReasonCode.WRONG_RUN)
+    if (batch.epoch, batch.step) != (door.epoch, step):
+        raise _refuse(path, f"says epoch {batch.epoch} step {batch.step}, not epoch {door.epoch} step {step}")
+    if not batch.rollouts:
+        raise _refuse(path, "holds no rollouts")
+    identities = [(r.submission, r.rollout) for r in batch.rollouts]
+    before = frozenset[tuple[int, int]]().union(*trained)
+    twice = [i for i, count in Counter(identities).items() if count > 1 or i in before]
+    if twice:
+        submission, position = min(twice)
+        raise _refuse(path, f"names rollout {position} of submission {submission} a second time")
+    sequences = tuple(_sequence(path, i, rollout, step, door) for i, rollout in enumerate(batch.rollouts))
+    return TrainingBatch(step, sequences, frozenset(identities))
+
+
+def _sequence(path: Path, index: int, rollout: TrainingRollout, step: int, door: Door) -> Sequence:
+    prompt = np.frombuffer(rollout.prompt, "<u4")
+    tokens = np.frombuffer(rollout.tokens, "<u4")
+    behaviour = np.frombuffer(rollout.logprobs, "<f4")
+    if not len(prompt) or not len(tokens) or len(tokens) != len(behaviour):
+        raise _refuse(path, f"rollout {index} has {len(prompt)} prompt tokens, {len(tokens)} sampled tokens and "
+                            f"{len(behaviour)} log-probabilities")  # fmt: skip
+    if len(prompt) + len(tokens) > door.max_context + 1:
+        raise _refuse(
+            path, f"rollout {index} has {len(prompt) + len(tokens)} tokens, the context is {door.max_context}"
+        )
+    if int(max(prompt.max(), tokens.max())) >= door.vocabulary:
+        raise _refuse(path, f"rollout {index} has a token outside the vocabulary", ReasonCode.TOKEN_RANGE)
+    staleness = step - rollout.step
+    if rollout.epoch != door.epoch or not 0 <= staleness <= door.max_staleness:
+        raise _refuse(path, f"rollout {index} was sampled by the policy of epoch {rollout.epoch} step {rollout.step}, "
+                            f"outside the staleness bound of {door.max_staleness}")  # fmt: skip
+    return Sequence(rollout.group, tuple(prompt.tolist()), tuple(tokens.tolist()), behaviour, rollout.reward, staleness)
+
+
+def _refuse(path: Path, what: str, code: ReasonCode = ReasonCode.BATCH_WRONG) -> BatchError:
+    return BatchError(
+        f"{path} {what}; nothing of it was learned. The operator must restore the file from the ledger (restarting "
+        "`trainer serve` builds a missing batch again) or give the learner the run it belongs to",
+        code,
+    )
