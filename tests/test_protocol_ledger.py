@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from protocol import codec, segments
 from protocol import ledger as ledger_module
-from protocol import segments
 from protocol.envelope import open_envelope
 from protocol.errors import LedgerError, ReasonCode
 from protocol.ledger import Ledger, file_system_of
 from protocol.merkle import MerkleLog, leaf_hash
-from protocol.records import LedgerEntry, TreeHead
-from protocol.segments import read_segments, seal_missing, segment_name
+from protocol.records import LeaseClosed, LedgerEntry, TreeHead
+from protocol.segments import pack_segment, read_segments, seal_missing, segment_name
 from protocol.sequences import Sequences
 from tests.archive_builder import START_MS, Chain, identity, make_manifest
 
@@ -316,6 +316,24 @@ def test_sealing_refuses_a_folder_that_is_not_this_ledgers(tmp_path):
     with pytest.raises(LedgerError, match="does not continue this ledger at entry 4"):
         seal_missing(ledger, folder)
     ledger.close()
+
+
+def test_the_specifications_vectors():
+    entry = LedgerEntry(
+        7, 1, 1_760_000_000_000, "lease.closed", codec.encode(LeaseClosed(bytes(range(16)), "expired")), b""
+    )
+    assert codec.encode(entry).hex() == (
+        "960701cf00000199c82cc000ac6c656173652e636c6f736564c41b92c410000102030405060708090a0b0c0d0e0f"
+        "a765787069726564c400"
+    )
+    assert pack_segment(bytes(32), 7, [b"\x01\x02"], b"\x03").hex() == (
+        "6865616477617465722d7365676d656e742f3100" + "00" * 32 + "0000000000000007" + "00000001"
+        "00000002"
+        "0102"
+        "00000001"
+        "03"
+        "53ed3f4b6cda5d8bcf0fd32ccfef0507e163b676968716625da6864eaf35c2bc"
+    )
 
 
 def test_an_unreadable_folder_is_an_os_error(tmp_path):

@@ -101,3 +101,11 @@ def test_asking_for_what_is_not_there_is_an_error():
         inclusion_proof(leaves_of(3), 3)
     with pytest.raises(LedgerError):
         consistency_proof(leaves_of(3), 4)
+
+
+def test_the_specifications_vectors():
+    a, b, c = leaf_hash(b"a"), leaf_hash(b"b"), leaf_hash(b"c")
+    assert leaf_hash(b"").hex() == "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213"
+    assert a.hex() == "1ff621ee3430890e869728995a6cee4f2b0b61271bfc19b0092b06d778750ae8"
+    assert node_hash(a, b).hex() == "6564e87d8619ea09c801c567c641d47fe817ae3b2cf80685cde2eb6557247eca"
+    assert root_of([a, b, c]).hex() == "6c62dd52a0971b7d00a7cead004e0c3f3c0766e3f5359a0f8297768d2b02d03c"

@@ -34,7 +34,10 @@ from protocol.records import (
     JobDrawn,
     JoinRequest,
     Lease,
+    LeaseClosed,
     LedgerEntry,
+    RoleGrant,
+    RunFinished,
     UploadIntent,
     Verdict,
     VerdictDetails,
@@ -53,6 +56,14 @@ _SUBJECTS: dict[str, tuple[str, type]] = {
     "verdict": ("verdict", Verdict),
 }
 """Events whose subject is somebody's envelope: the kind it was signed as, and the record in it."""
+_BODIES: dict[str, type] = {
+    "grant": RoleGrant,
+    "lease.closed": LeaseClosed,
+    "job": JobDrawn,
+    "batch": BatchClosed,
+    "run.finished": RunFinished,
+}
+"""Events the coordinator states itself: the record in the entry's body."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +201,12 @@ class RunArchive:
         if entry.event == "run.opened":
             if open_manifest(entry.subject).envelope.payload != self.run.envelope.payload:
                 raise LedgerError("opens another run than the manifest file", ReasonCode.WRONG_RUN)
-        elif entry.event == "job":
-            job = codec.decode(JobDrawn, entry.body)
-            self.facts.jobs[job.job_id] = job
-        elif entry.event == "batch":
-            self.facts.batches[index] = codec.decode(BatchClosed, entry.body)
+        elif entry.event in _BODIES:
+            body = codec.decode(_BODIES[entry.event], entry.body)
+            if isinstance(body, JobDrawn):
+                self.facts.jobs[body.job_id] = body
+            elif isinstance(body, BatchClosed):
+                self.facts.batches[index] = body
         elif entry.event in _SUBJECTS:
             kind, cls = _SUBJECTS[entry.event]
             envelope = open_envelope(entry.subject, run=self.run.id, kind=kind, signer=self._signer(entry.event))

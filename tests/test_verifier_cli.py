@@ -1,0 +1,114 @@
+"""`verifier` as people and programs meet it: help without heavy imports, explanations, the ledger in words."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from protocol.errors import ReasonCode
+from protocol.identity import Identity
+from protocol.ledger import Ledger
+from protocol.segments import seal_missing
+from protocol.sequences import Sequences
+from tests.archive_builder import START_MS, Chain, identity
+from verifier import cli
+from verifier.explain import EXPLANATIONS, explain
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run directory with a ledger and nothing else."""
+    chain = Chain()
+    (tmp_path / "manifest.hw").write_bytes(chain.run.envelope.raw)
+    ledger = Ledger.open(
+        tmp_path / "state" / "ledger.db",
+        run=chain.run_id,
+        coordinator=identity("coordinator"),
+        sequences=Sequences(tmp_path / "state" / "sequences.json"),
+        clock_ms=lambda: START_MS,
+    )
+    chain.sink = ledger
+    chain.open()
+    chain.join("val", "validator")
+    chain.join("ann", "inference")
+    chain.policy(0)
+    lease = chain.lease("ann")
+    number = chain.submit(lease)
+    chain.verdict(chain.job(number, "val"), chain.digest_of(lease), "val", [0, 0, 1, 2])
+    chain.close_lease(lease)
+    chain.batch(0, [(number, 9, 0)])
+    chain.append("grant", b"\xff")
+    chain.finish(1)
+    ledger.append_many([])
+    seal_missing(ledger, tmp_path / "ledger")
+    ledger.close()
+    return tmp_path
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from verifier import cli\n"
+        "for argv in (['--help'], ['audit', '--help'], ['calibrate', '--help'], ['explain', 'holds']):\n"
+        "    try:\n"
+        "        cli.main(argv)\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+        "heavy = {'torch', 'transformers', 'libp2p', 'numpy', 'trio'} & set(sys.modules)\n"
+        "sys.stderr.write(repr(sorted(heavy)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "[]"
+    assert "example: verifier audit" in done.stdout
+
+
+def test_every_reason_code_is_explained_in_full_sentences():
+    assert set(EXPLANATIONS) == set(ReasonCode)
+    for code, item in EXPLANATIONS.items():
+        for text in (item.meaning, item.evidence, item.action):
+            assert len(text) > 20 and text.strip().endswith("."), code
+
+
+def test_explain_prints_meaning_evidence_and_advice(capsys):
+    assert cli.main(["explain", "token-not-forced"]) == 0
+    out = capsys.readouterr().out
+    assert "What it means" in out and "Why it counts" in out and "What to do" in out and "seed" in out
+    assert cli.main(["explain", "reward-mismatch", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["meaning"] == explain("reward-mismatch").meaning
+    assert cli.main(["explain"]) == 0
+    listed = capsys.readouterr().out
+    assert all(code.value in listed for code in ReasonCode)
+    assert cli.main(["explain", "token-not-force"]) == 2
+    assert "did you mean token-range, token-not-forced?" in capsys.readouterr().err
+
+
+def test_the_ledger_is_listed_in_words(run_dir, capsys):
+    assert cli.main(["ledger", str(run_dir)]) == 1, "the last grant does not decode"
+    out = capsys.readouterr().out
+    for text in (
+        "joins as inference 'ann'",
+        "2 x 2 rollouts, step 0",
+        "2 accepted, 1 rejected, 1 inconclusive (format)",
+    ):
+        assert text in out
+    assert "does not decode" in out and "after 1 steps" in out
+    assert cli.main(["ledger", str(run_dir / "ledger"), "--json", "--event", "verdict"]) == 1
+    listed = json.loads(capsys.readouterr().out)
+    assert [row["event"] for row in listed["entries"]] == ["verdict"]
+    assert listed["entries"][0]["signer"] == Identity.from_seed(identity("val").private_seed()).peer_id
+
+
+def test_usage_mistakes_exit_2_with_the_cause(run_dir, tmp_path, capsys):
+    assert cli.main(["ledger", str(tmp_path / "state")]) == 2
+    assert "no run directory" in capsys.readouterr().err
+    assert cli.main(["ledger", str(tmp_path / "state"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage"
+    assert cli.main([]) == 2
+    for argv in (["audit", str(run_dir), "--fraction", "2"], ["audit", str(run_dir), "--seed", "xyz"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(argv)
+        assert caught.value.code == 2
+    (run_dir / "manifest.hw").write_bytes(b"broken")
+    assert cli.main(["ledger", str(run_dir)]) == 2
+    assert "manifest does not hold" in capsys.readouterr().err
