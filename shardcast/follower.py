@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from protocol.envelope import Envelope, open_envelope, parse
+from protocol.envelope import parse
 from protocol.errors import DecodeError, EnvelopeError, ReasonCode
 from protocol.manifest import Run
 from shardcast.download import Download, Sink
@@ -32,7 +32,7 @@ from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
 from shardcast.heads import SeenHeads, publication_name
 from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, WATCHED_SOURCES
 from shardcast.publication import Key, Publication, pack_frames
-from shardcast.records import HEAD_KIND, MANIFEST_KIND, OPEN_KIND, SHARD_KIND, Head, PublicationOpen, ShardRecord
+from shardcast.records import HEAD_KIND, MANIFEST_KIND, OPEN_KIND, SHARD_KIND, Head, ShardRecord
 from shardcast.server import Clock
 from shardcast.source import Source, SourceHealth, new_session
 
@@ -248,15 +248,15 @@ class Follower:
 
     async def _learn(self, source: Source, health: SourceHealth, frames: list[bytes], after: Key | None) -> Key:
         """Take one publication's frames from one source until its head came; returns its key."""
-        opening = self._opening_of(source, frames[0])[1]
-        key = (opening.epoch, opening.step)
+        publication = self._opened(source, frames[0])
+        key = publication.key
         if after is not None and key <= after:
             raise SourceError(
                 source.address, f"{publication_name(key)} is not newer than asked for", ReasonCode.STALE_SEQUENCE
             )
         if self._whole is not None and key <= self._whole:
             return key
-        track = await self._open(source, frames[0])
+        track = await self._track(source, publication)
         taken = 0
         while True:
             for raw in frames:
@@ -272,38 +272,33 @@ class Follower:
             if not frames:
                 await _keep_polite(start)
 
-    def _opening_of(self, source: Source, raw: bytes) -> tuple[Envelope, PublicationOpen]:
+    def _opened(self, source: Source, raw: bytes) -> Publication:
+        """The publication that an open record starts. Raises SourceError."""
+        publication = Publication(self.run)
         try:
-            envelope = open_envelope(raw, run=self.run.id, kind=OPEN_KIND, signer=self.run.manifest.origin)
-            return envelope, envelope.record(PublicationOpen)
-        except (DecodeError, EnvelopeError) as exc:
+            if publication.take(raw) != OPEN_KIND:
+                raise PublicationError("a publication starts with its open record", ReasonCode.WRONG_KIND)
+        except (DecodeError, EnvelopeError, PublicationError) as exc:
             raise SourceError(source.address, f"the open record does not hold: {exc}", exc.code) from exc
+        return publication
 
-    async def _open(self, source: Source, raw: bytes) -> Track:
-        """The track that an open record belongs to, made if needed."""
-        envelope, opening = self._opening_of(source, raw)
-        key = (opening.epoch, opening.step)
+    async def _track(self, source: Source, publication: Publication) -> Track:
+        """The track of a publication: the one there is, or a new one with a sink."""
+        key, opening = publication.key, publication.open
         async with self._opening:
             track = self._tracks.get(key)
             if track is not None:
-                known = track.publication.opening_envelope
-                if track.publication.open.publication == opening.publication:
+                known = track.publication
+                if known.open.publication == opening.publication or track.done.is_set():
                     return track
-                if known is not None and envelope.sequence < known.sequence:
+                if publication.attempt < known.attempt:
                     raise SourceError(
                         source.address,
                         f"an older attempt to publish {publication_name(key)}",
                         ReasonCode.STALE_SEQUENCE,
                     )
-                if track.done.is_set():
-                    return track
                 # The origin crashed and opened the step again: what was fetched of the old attempt is worthless.
                 self._drop(key)
-            publication = Publication(self.run)
-            try:
-                publication.take(raw)
-            except PublicationError as exc:
-                raise SourceError(source.address, str(exc), exc.code) from exc
             sink, resume = await self._make_sink(publication)
             track = Track(publication, Download(publication, sink, resume))
             self._tracks[key] = track
@@ -430,10 +425,10 @@ class Follower:
 
     async def _fetch_from(self, source: Source, health: SourceHealth, key: Key, root: bytes) -> bool:
         frames = await source.records(key, 0, 0)
-        opening = self._opening_of(source, frames[0])[1] if frames else None
-        if opening is None or (opening.epoch, opening.step) != key:
+        publication = self._opened(source, frames[0]) if frames else None
+        if publication is None or publication.key != key:
             raise SourceError(source.address, "sent another publication than asked for", ReasonCode.WRONG_KIND)
-        track = await self._open(source, frames[0])
+        track = await self._track(source, publication)
         track.pins += 1
         try:
             taken = 0

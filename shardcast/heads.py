@@ -9,7 +9,6 @@ Not covered: signatures (`publication`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from protocol.envelope import Envelope
@@ -21,6 +20,7 @@ from shardcast.publication import Key
 from shardcast.records import Head
 
 EVIDENCE_NAME = "fork-evidence.hw"
+_MAX_SEEN_BYTES = 16 * REMEMBERED_ROOTS * 128
 
 
 def publication_name(key: Key) -> str:
@@ -50,7 +50,10 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class SeenHeads:
-    """The highest (epoch, step) seen with its root, and the roots of the last steps, in `seen.json`."""
+    """The highest (epoch, step) seen with its root, and the roots of the last steps, in `seen.log`.
+
+    One line `epoch step root` per head, appended in a single write; a line cut short by a crash is ignored.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Load what an earlier process saw.
@@ -59,22 +62,36 @@ class SeenHeads:
             ForkError: an earlier process found a fork here; a person must decide.
             StoreError: the file is damaged.
         """
-        self._path = folder / "seen.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "seen.log"
         self._evidence = folder / EVIDENCE_NAME
         self._roots: dict[Key, bytes] = {}
+        self._lines = 0
         if self._evidence.exists():
             raise ForkError(
                 f"an earlier run of this node found that the origin forked ({self._evidence}); show that file to the "
                 "run's operator, and delete it only when they have explained it"
             )
         if self._path.exists():
-            try:
-                rows = json.loads(self._path.read_text())
-                self._roots = {(int(e), int(s)): bytes.fromhex(r) for e, s, r in rows[:REMEMBERED_ROOTS]}
-            except (ValueError, TypeError) as exc:
-                raise StoreError(
-                    f"{self._path} is damaged; delete it, and the newest head is taken on trust once"
-                ) from exc
+            if self._path.stat().st_size > _MAX_SEEN_BYTES:
+                raise StoreError(f"{self._path} is too long to be ours; delete it, and the newest head is trusted once")
+            for line in self._path.read_text("ascii", "replace").split("\n")[:-1]:
+                self._load(line)
+            self._write_all()
+
+    def _load(self, line: str) -> None:
+        try:
+            epoch, step, root = line.split()
+            key, value = (int(epoch), int(step)), bytes.fromhex(root)
+        except ValueError as exc:
+            raise StoreError(f"{self._path} is damaged; delete it, and the newest head is trusted once") from exc
+        self._roots[key] = value
+
+    def _write_all(self) -> None:
+        for old in sorted(self._roots)[:-REMEMBERED_ROOTS]:
+            del self._roots[old]
+        replace_file(self._path, "".join(map(_line, sorted(self._roots.items()))).encode())
+        self._lines = len(self._roots)
 
     @property
     def highest(self) -> Key | None:
@@ -100,10 +117,12 @@ class SeenHeads:
         if key in self._roots:
             return
         self._roots[key] = head.root
-        for old in sorted(self._roots)[:-REMEMBERED_ROOTS]:
-            del self._roots[old]
-        rows = [[e, s, r.hex()] for (e, s), r in sorted(self._roots.items())]
-        replace_file(self._path, json.dumps(rows).encode())
+        if self._lines >= 8 * REMEMBERED_ROOTS:
+            self._write_all()
+        else:
+            with self._path.open("ab", buffering=0) as log:
+                log.write(_line((key, head.root)).encode())
+            self._lines += 1
 
     def check_root(self, key: Key, root: bytes, evidence: bytes) -> None:
         """Raise ForkError if another root was seen at `key`."""
@@ -114,3 +133,8 @@ class SeenHeads:
     def record_fork(self, frames: bytes) -> None:
         """Keep the evidence; from now on this folder refuses to be used."""
         replace_file(self._evidence, frames)
+
+
+def _line(row: tuple[Key, bytes]) -> str:
+    (epoch, step), root = row
+    return f"{epoch} {step} {root.hex()}\n"

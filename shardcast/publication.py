@@ -91,9 +91,15 @@ class Publication:
 
     @property
     def open(self) -> PublicationOpen:
+        """The open record. Raises PublicationError while there is none."""
         if self.opening is None:
             raise PublicationError("a publication starts with its open record; this one has none")
         return self.opening
+
+    @property
+    def attempt(self) -> int:
+        """Rises with each publication the origin opens: its open record's sequence."""
+        return self.opening_envelope.sequence if self.opening_envelope is not None else 0
 
     @property
     def shards(self) -> int:

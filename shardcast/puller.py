@@ -2,7 +2,7 @@
 
     <store>/policies/e0000-s00000012/   model.safetensors, the manifest's model files, publication.hw
     <store>/policies/.part-.../         a download; its weights file has no header until every shard is verified
-    <store>/blobs/  seen.json  fork-evidence.hw  stats.json
+    <store>/blobs/  seen.log  fork-evidence.hw  stats.json
 
 A policy directory appears by one rename. What is found after a restart is verified again before it counts; an
 unfinished download is resumed shard by shard, each re-hashed. Policy files are not flushed to the disk: after power
@@ -145,6 +145,7 @@ class Puller:
         self._arrived = asyncio.Event()
         self._header: bytes | None = None
         self._has_files = False
+        self._swept = False
         self._started = False
         self._starting = asyncio.Lock()
         self._sinks: dict[Key, PolicySink] = {}
@@ -314,10 +315,13 @@ class Puller:
                 _discard(self._policies.pop(key).directory)
                 self._used.pop(key, None)
         self._sinks = {key: sink for key, sink in self._sinks.items() if not sink.closed}
-        open_parts = {sink.directory for sink in self._sinks.values()}
-        for entry in self._folder.glob(".part-*"):
-            if entry not in open_parts:
-                shutil.rmtree(entry, ignore_errors=True)
+        if not self._swept:
+            # Only an earlier process leaves any: this one removes what it drops.
+            self._swept = True
+            open_parts = {sink.directory for sink in self._sinks.values()}
+            for entry in self._folder.glob(".part-*"):
+                if entry not in open_parts:
+                    shutil.rmtree(entry, ignore_errors=True)
 
     def _current_key(self) -> Key | None:
         return self.current.key if self.current is not None else None

@@ -99,7 +99,7 @@ class RelayServer:
         self.run = run
         self.keep = keep
         self._given = sources
-        self._seen = SeenHeads(_made(store))
+        self._seen = SeenHeads(store)
         self.store = Store(store, run, durable=False)
         self.server = WeightsServer(
             self.store,
@@ -211,8 +211,3 @@ class RelayServer:
                 continue
             self.store.add_blob(await self._follower.blob(digest, limit))
         self._has_blobs = True
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -39,7 +39,7 @@ from shardcast.records import Head
 _FEEDS_IN_MEMORY = 16
 """Publications whose frames are kept parsed; older ones are read again when somebody asks."""
 
-_MAX_RECORDS_BYTES = MAX_STATE_HASHES * 512
+MAX_RECORDS_BYTES = MAX_STATE_HASHES * 512
 
 
 def shard_name(index: int) -> str:
@@ -83,7 +83,7 @@ def read_publication(folder: Path, run: Run) -> Publication:
     publication = Publication(run)
     for name, limit in (
         ("open.hw", MAX_ENVELOPE_BYTES),
-        ("records.hw", _MAX_RECORDS_BYTES),
+        ("records.hw", MAX_RECORDS_BYTES),
         ("manifest.hw", MAX_ENVELOPE_BYTES),
         ("head.hw", MAX_ENVELOPE_BYTES),
     ):
@@ -258,7 +258,9 @@ class Store:
         feed.frames.append(publication.head_envelope.raw)
         feed.complete = True
         if key == self.keys[-1]:
-            self.set_head(publication.head_envelope.raw)
+            self.head = publication.head_envelope.raw
+            if self.durable:
+                self.set_head(self.head)
         self._trim()
         self.notify()
 

@@ -1,0 +1,252 @@
+"""The command `shardcast`: publish a run's checkpoints, relay, pull, and ask for the state of either.
+
+Exit codes: 0 done, 1 something does not hold (a fork, a checkpoint that must not be published), 2 usage or
+environment, 130 interrupted. Heavy imports happen inside the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+import tomllib
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import HeadwaterError, ProtocolError, UsageError
+
+EXAMPLES = """examples:
+  shardcast publish RUN                                publish RUN/checkpoints as they appear
+  shardcast relay --manifest RUN/manifest.hw --source http://HOST:PORT --store DIR --listen 127.0.0.1:8101
+  shardcast pull --manifest RUN/manifest.hw --source http://HOST:PORT --store DIR --once
+  shardcast status RUN --json
+  shardcast status http://HOST:PORT --manifest RUN/manifest.hw
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s"
+    )
+    try:
+        return asyncio.run(_until_signalled(args.command(args)))
+    except KeyboardInterrupt:
+        return 130
+    except UsageError as exc:
+        return _complain(args, exc, 2)
+    except ProtocolError as exc:
+        return _complain(args, exc, 1)
+    except OSError as exc:
+        print(f"shardcast: {exc}; check the disk, its permissions and its free space", file=sys.stderr)  # noqa: T201
+        return 2
+
+
+def _complain(args: argparse.Namespace, error: HeadwaterError, code: int) -> int:
+    if args.json:
+        print(json.dumps({"error": str(error.code), "message": str(error)}), flush=True)  # noqa: T201
+    print(f"shardcast: {error}", file=sys.stderr)  # noqa: T201
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardcast",
+        description="Weights down the tree: signed, hashed, cut-through.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON object per line, for programs")
+    common.add_argument("--verbose", action="store_true", help="log what happens to stderr")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            parents=[common],
+            epilog=EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(command=command)
+        return sub
+
+    publish = add("publish", _publish, "publish a run directory's checkpoints and serve them")
+    publish.add_argument("run", type=Path, metavar="RUN", help="run directory, from `trainer init`")
+    publish.add_argument("--listen", help="HOST:PORT; default: [origin] listen of run.toml, else 127.0.0.1:0")
+    publish.add_argument("--key", type=Path, help="origin key file; default RUN/keys/origin.pem")
+
+    relay = add("relay", _relay, "pull from sources and serve each shard as soon as it is verified")
+    _add_sources(relay)
+    relay.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT (default %(default)s)")
+    relay.add_argument("--key", type=Path, help="identity key file; default STORE/relay.pem, made if missing")
+    relay.add_argument("--keep", type=int, default=8, help="publications kept (default %(default)s)")
+
+    pull = add("pull", _pull, "keep the newest policy as a verified model directory")
+    _add_sources(pull)
+    pull.add_argument("--keep", type=int, default=4, help="policies kept (default %(default)s)")
+    pull.add_argument("--once", action="store_true", help="stop after the first policy")
+    pull.add_argument("--deadline", type=float, default=60.0, help="seconds to wait with --once (default %(default)s)")
+
+    status = add("status", _status, "what a run directory or a server has published")
+    status.add_argument("place", metavar="RUN|URL", help="run directory, or address of an origin or relay")
+    status.add_argument("--manifest", type=Path, help="manifest.hw of the run (needed for a URL)")
+    return parser
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--manifest", type=Path, required=True, help="manifest.hw of the run")
+    parser.add_argument("--source", action="append", required=True, help="http://HOST:PORT to pull from; repeat it")
+    parser.add_argument("--store", type=Path, required=True, help="folder for blobs and publications")
+
+
+async def _until_signalled(work: Coroutine[Any, Any, int]) -> int:
+    """Run until done, or cancel cleanly on SIGTERM and SIGINT."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 130
+
+
+def _say(args: argparse.Namespace, text: str, **table: object) -> None:
+    print(json.dumps(table) if args.json else text, flush=True)  # noqa: T201
+
+
+def _listen(run_dir: Path, given: str | None) -> str:
+    """`--listen`, else `[origin] listen` of run.toml, else any free port on loopback."""
+    if given is not None:
+        return given
+    path = run_dir / "run.toml"
+    if not path.exists():
+        return "127.0.0.1:0"
+    try:
+        table = tomllib.loads(path.read_text())
+        listen = table.get("origin", {}).get("listen", "127.0.0.1:0")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as exc:
+        raise UsageError(f"{path} is no valid configuration ({exc}); correct it") from exc
+    if not isinstance(listen, str):
+        raise UsageError(f"{path}: [origin] listen must be text like '127.0.0.1:8100'")
+    return listen
+
+
+async def _publish(args: argparse.Namespace) -> int:
+    from protocol.identity import load_identity
+    from shardcast.origin import Origin
+
+    key = args.key or args.run / "keys" / "origin.pem"
+    listen = _listen(args.run, args.listen)
+    origin = Origin(args.run, identity=load_identity(key), listen=listen)
+    try:
+        await origin.start()
+        _say(args, f"publishing {args.run} at {origin.server.url}", url=origin.server.url)
+        await origin.run_forever()
+    finally:
+        await origin.close()
+    return 0
+
+
+async def _relay(args: argparse.Namespace) -> int:
+    from protocol.identity import load_or_create_identity
+    from shardcast.relay import RelayServer
+
+    args.store.mkdir(parents=True, exist_ok=True)
+    identity = load_or_create_identity(args.key or args.store / "relay.pem")
+    relay = RelayServer(_run(args), args.source, args.listen, args.store, identity, keep=args.keep)
+    try:
+        await relay.start()
+        _say(args, f"relaying at {relay.url}", url=relay.url)
+        await relay.run_forever()
+    finally:
+        await relay.close()
+    return 0
+
+
+async def _pull(args: argparse.Namespace) -> int:
+    from shardcast.puller import Puller
+
+    puller = Puller(_run(args), lambda: args.source, args.store, keep=args.keep)
+    following = asyncio.create_task(puller.run_forever())
+    after: tuple[int, int] | None = None
+    try:
+        while True:
+            waiting = asyncio.create_task(puller.wait_newer(after, args.deadline if args.once else 1e9))
+            await asyncio.wait({following, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                waiting.cancel()
+                following.result()
+            policy = waiting.result()
+            after = policy.key
+            _say(
+                args,
+                f"epoch {policy.epoch} step {policy.step} root {policy.root.hex()[:16]} in {policy.directory}",
+                epoch=policy.epoch,
+                step=policy.step,
+                root=policy.root.hex(),
+                directory=str(policy.directory),
+            )
+            if args.once:
+                return 0
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _status(args: argparse.Namespace) -> int:
+    from protocol.envelope import open_envelope
+    from shardcast.records import HEAD_KIND, Head
+
+    place: str = args.place
+    count: int | None = None
+    if place.startswith(("http://", "https://")):
+        from shardcast.source import Source, new_session
+
+        if args.manifest is None:
+            raise UsageError("status of a URL needs --manifest RUN/manifest.hw, so that its head can be checked")
+        run = _run(args)
+        async with new_session() as session:
+            raw = await Source(session, place, run.id).head()
+    else:
+        from shardcast.origin import load_run
+        from shardcast.store import published_heads
+
+        run = load_run(Path(place))
+        heads = published_heads(Path(place) / "published", run) if (Path(place) / "published").is_dir() else []
+        count = len(heads)
+        raw = heads[-1][0] if heads else None
+    if raw is None:
+        _say(args, "nothing is published yet", published=0)
+        return 0
+    envelope = open_envelope(raw, run=run.id, kind=HEAD_KIND, signer=run.manifest.origin)
+    head = envelope.record(Head)
+    text = f"newest: epoch {head.epoch} step {head.step} root {head.root.hex()[:16]}"
+    table: dict[str, object] = {"epoch": head.epoch, "step": head.step, "root": head.root.hex()}
+    if count is not None:
+        text += f", {count} published"
+        table["published"] = count
+    _say(args, text, signed_at=envelope.issued_at, **table)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> Any:
+    from protocol.manifest import open_manifest
+    from shardcast.store import read_bounded
+
+    try:
+        return open_manifest(read_bounded(args.manifest, 1 << 20))
+    except FileNotFoundError as exc:
+        raise UsageError(f"{args.manifest} does not exist; take manifest.hw from the run's directory") from exc
+
+
+if __name__ == "__main__":
+    sys.exit(main())
