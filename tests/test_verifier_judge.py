@@ -63,15 +63,15 @@ TINY = Path(__file__).parent.parent / "trainer" / "data" / "tiny"
 NONCE = bytes(range(32))
 
 
-def open_run(environment: Environment, temperature: float, cap: int, stop: tuple[int, ...]) -> Run:
-    root = Identity.generate()
+def open_run(environment: Environment, temperature: float, cap: int, stop: tuple[int, ...], seed: bytes = b"a") -> Run:
+    root = Identity.from_seed(seed * 32)
     manifest = RunManifest(
         name="test",
         created=1,
         root=root.public,
-        coordinator=Identity.generate().public,
-        origin=Identity.generate().public,
-        coordinator_transport=Identity.generate().public,
+        coordinator=Identity.from_seed(bytes([7]) * 32).public,
+        origin=Identity.from_seed(bytes([7]) * 32).public,
+        coordinator_transport=Identity.from_seed(bytes([7]) * 32).public,
         control=(),
         ingress=(),
         profile="fp32",
@@ -260,7 +260,7 @@ def test_honest_rollouts_hold_whatever_the_decoding_batch(tiny: Rig, long: Rig) 
             limits = rig.run.manifest.thresholds
             for detail in judged.details:
                 numbers = {n.name: n.value for n in detail.numbers}
-                assert numbers["proof_median"] <= limits.proof_median / 5 and numbers["proof_outliers"] == 0
+                assert numbers["proof_median"] <= limits.proof_median / 3 and numbers["proof_outliers"] == 0
                 assert numbers["token_margin"] <= limits.token_margin / 5
                 assert numbers["logprob_error"] <= limits.logprob / 2
     assert max(len(r.proofs) for r in long.honest.rollouts) == 3
@@ -683,7 +683,7 @@ def test_one_mutated_field_touches_only_its_own_rollout(small: Rig, data: st.Dat
 
 
 def test_the_run_id_is_part_of_every_seed(tiny: Rig) -> None:
-    other = open_run(tiny.environment, 1.0, 9, (1,))
+    other = open_run(tiny.environment, 1.0, 9, (1,), b"b")
     assert other.id != tiny.run.id and blake3(codec.encode(other.manifest)).digest() == other.id
     judged = judge(other, tiny.lease, codec.encode(tiny.honest), tiny.policy, tiny.environment)
     assert "token-not-forced" in reasons(judged)

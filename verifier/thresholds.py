@@ -4,8 +4,9 @@
     token_margin   1e-4, which must be above 5 x honest maximum
     logprob        1e-4, likewise
 
-A measurement above a ceiling does not join the fp32 profile; there is no way to widen it by hand. Reads and writes
-the checked-in `verifier/data/noise-*.json` (schema: `Measurement`). Needs no torch.
+A measurement above a ceiling does not join the fp32 profile; there is no way to widen it by hand. The checked-in
+`verifier/data/noise-*.json` hold a manifest's `Thresholds` and under `measurement` what they were taken from. Needs
+no torch.
 
 Not covered: measuring (`calibrate`), deciding (`checks`).
 """
@@ -29,7 +30,6 @@ PROOF_OUTLIERS = 4
 PROOF_GATE = 2.0**-6
 TOKEN_MARGIN = 1e-4
 LOGPROB = 1e-4
-DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def thresholds(measured: Measurement) -> Thresholds:
         CalibrationError: honest noise too close to a bound that may not move; the model or device needs another
             profile.
     """
-    median = max(PROOF_MEDIAN_FLOOR, SAFETY * measured.proof_median)
+    honest = SAFETY * measured.proof_median
+    median = honest if not honest < PROOF_MEDIAN_FLOOR else PROOF_MEDIAN_FLOOR  # a NaN stays one, and is refused
     checks = (
         ("relative error of the proof's median", median, PROOF_MEDIAN_CEILING),
         ("outliers of a chunk", measured.proof_outliers, PROOF_OUTLIERS),
@@ -95,34 +96,34 @@ def thresholds(measured: Measurement) -> Thresholds:
     )
 
 
-def packaged(name: str) -> Thresholds:
-    """The thresholds of a measurement that ships with the verifier, for example `tiny`.
+def to_json(measured: Measurement) -> str:
+    """The text of a noise file: thresholds first, then the measurement.
 
     Raises:
-        CalibrationError: there is none of that name.
+        CalibrationError: see `thresholds`.
     """
-    return thresholds(read(DATA / f"noise-{name}.json"))
+    fields = dataclasses.asdict(thresholds(measured)) | {"measurement": dataclasses.asdict(measured)}
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def read(path: Path) -> Measurement:
-    """Read a measurement file.
+    """Read a noise file's measurement.
 
     Raises:
-        CalibrationError: missing, not JSON, unknown or missing fields, or numbers that are not finite.
+        CalibrationError: missing, not JSON, unknown or missing fields, numbers that are not finite, or thresholds
+            that do not follow from the measurement.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+        fields = raw.pop("measurement")
         for key in ("decode_batches", "prefill_batches"):
-            raw[key] = tuple(raw[key])
-        measured = Measurement(**raw)
-        numbers = [v for v in dataclasses.asdict(measured).values() if isinstance(v, float)]
-    except (OSError, ValueError, TypeError, KeyError) as exc:
-        raise CalibrationError(f"{path} is no noise measurement ({exc}); make one with `verifier calibrate`") from exc
+            fields[key] = tuple(fields[key])
+        measured = Measurement(**fields)
+        numbers = [v for v in fields.values() if isinstance(v, float)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise CalibrationError(f"{path} is no noise measurement ({exc!r}); make one with `verifier calibrate`") from exc
     if not all(math.isfinite(v) and v >= 0 for v in numbers):
         raise CalibrationError(f"{path} holds a number that is negative or not finite; measure again")
+    if raw != dataclasses.asdict(thresholds(measured)):
+        raise CalibrationError(f"the thresholds in {path} do not follow from its measurement; measure again")
     return measured
-
-
-def to_json(measured: Measurement) -> str:
-    """The file's text."""
-    return json.dumps(dataclasses.asdict(measured), indent=2) + "\n"
