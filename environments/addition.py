@@ -20,7 +20,8 @@ class Addition(Environment):
     max_new_tokens = 4
 
     def __init__(self, configuration: Configuration) -> None:
-        full: dict[str, str | int] = {"high": 9} | dict(configuration)
+        full: dict[str, str | int] = {"high": 9}
+        full.update(configuration)
         high = full["high"]
         if len(full) != 1 or not isinstance(high, int) or not 1 <= high <= 1_000_000:
             raise EnvironmentSpecError(f"addition has high, from 1 to 1,000,000, got {full}")

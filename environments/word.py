@@ -28,9 +28,8 @@ class Word(Environment):
     max_new_tokens = 9
 
     def __init__(self, configuration: Configuration) -> None:
-        full: dict[str, str | int] = {"transform": "reverse", "low": 4, "high": 7, "letters": "abcdefghij"} | dict(
-            configuration
-        )
+        full: dict[str, str | int] = {"transform": "reverse", "low": 4, "high": 7, "letters": "abcdefghij"}
+        full.update(configuration)
         transform, low, high, letters = full["transform"], full["low"], full["high"], full["letters"]
         if len(full) != 4 or transform not in TRANSFORMS:
             raise EnvironmentSpecError(
