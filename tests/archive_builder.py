@@ -339,7 +339,7 @@ class _Builder:
         head = self.root / "published" / f"e0000-s{step:08d}" / "head.hw"
         chain.append("policy", b"", head.read_bytes())
         policy_record = parse(head.read_bytes()).record(PolicyHead)
-        into = self.root / ".build" / f"policy-{step}"
+        into = self.root / ".build"
         published = open_published(self.root, chain.run).materialise(0, step, into)
         policy = load_policy(published.directory, root=policy_record.root)
         entries, rollouts = [], []

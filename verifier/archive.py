@@ -202,7 +202,7 @@ class RunArchive:
             if open_manifest(entry.subject).envelope.payload != self.run.envelope.payload:
                 raise LedgerError("opens another run than the manifest file", ReasonCode.WRONG_RUN)
         elif entry.event in _BODIES:
-            body = codec.decode(_BODIES[entry.event], entry.body)
+            body: object = codec.decode(_BODIES[entry.event], entry.body)
             if isinstance(body, JobDrawn):
                 self.facts.jobs[body.job_id] = body
             elif isinstance(body, BatchClosed):

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
-from shardcast.archive import open_published
 
 from environments.base import Environment
 from environments.errors import EnvironmentSpecError
@@ -33,6 +32,8 @@ from environments.registry import load
 from protocol.errors import ProtocolError, ReasonCode, UsageError
 from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, RolloutDetail
 from protocol.state import ACCEPTED, PENDING, RunState
+from shardcast.archive import Archive, open_published
+from shardcast.heads import publication_name
 from verifier.archive import MANIFEST, RunArchive, SubmissionFact, VerdictFact
 from verifier.batches import check_batches
 from verifier.errors import VerifierError
@@ -93,6 +94,10 @@ def _inside(root: Path, exc: OSError) -> str:
     return name.removeprefix(f"{root}{os.sep}")
 
 
+def _folder(epoch: int, step: int) -> str:
+    return f"published/{publication_name((epoch, step))}"
+
+
 def _check_rules(archive: RunArchive, report: Report) -> RunState:
     """What the fold ignored is what the ledger's writer must answer for."""
     state = archive.fold()
@@ -115,7 +120,7 @@ class Auditor:
     ) -> None:
         self.archive = archive
         self.report = report
-        self.published = open_published(archive.root, archive.run)
+        self._published: Archive | None = None
         self._scratch = scratch
         self._options = options
         self._progress = progress
@@ -147,21 +152,29 @@ class Auditor:
 
     def check_weights(self) -> None:
         """Every publication, and that the ledger announced exactly these roots."""
-        roots: dict[tuple[int, int], bytes] = {}
-        for publication in self.published.publications():
-            self.report.publications += 1
-            for problem in publication.problems:
-                self.report.add(problem)
-            for record, why in publication.unreadable:
-                self.report.unchecked.append((record, why))
-            roots[publication.key] = publication.root
+        try:
+            self._published = open_published(self.archive.root, self.archive.run)
+            self.report.publications = len(self._published.publications)
+            for problem in self._published.problems():
+                self.report.fail(problem.record, problem.reason, problem.message)
+        except OSError as exc:
+            name = _inside(self.archive.root, exc)
+            self.report.unchecked.append((name, f"can't be read, nor was what comes after it: {exc.strerror}"))
+        if self._published is None:
+            return
         for (epoch, step), (index, root) in self.archive.facts.policies.items():
-            if roots.get((epoch, step), root) != root:
+            published = self._published.publications.get((epoch, step))
+            if published is None and not self._named(epoch, step):
+                self.report.fail(_folder(epoch, step), ReasonCode.RECORD_MISSING, "announced by the ledger, not there")
+            elif published is not None and published.root != root:
                 self.report.fail(
-                    f"ledger/{index}",
-                    ReasonCode.LEDGER_BROKEN,
-                    f"announces another root of step {step} than published",
+                    f"ledger/{index}", ReasonCode.LEDGER_BROKEN, f"announces another root of step {step} than published"
                 )
+
+    def _named(self, epoch: int, step: int) -> bool:
+        """Whether the report already says what is wrong with this publication."""
+        known = [failure.record for failure in self.report.failures] + [record for record, _ in self.report.unchecked]
+        return any(record.startswith(_folder(epoch, step)) for record in known)
 
     # --- verdicts -----------------------------------------------------------------------------------------------
 
@@ -206,17 +219,18 @@ class Auditor:
 
     def _load_policy(self, epoch: int, step: int) -> PolicyModel | None:
         """The published weights of a step, or None when they can't be had (then the reason is in the report)."""
-        record = f"published/e{epoch:04d}-s{step:08d}"
+        if self._published is None:
+            return None
         try:
             with tempfile.TemporaryDirectory(dir=self._scratch) as into:
-                published = self.published.materialise(epoch, step, Path(into) / "policy")
+                published = self._published.materialise(epoch, step, Path(into))
                 if self._policy is None:
                     self._policy = load_policy(published.directory, root=published.root)
                 else:
                     self._policy.load_weights(published.directory, root=published.root)
         except (ProtocolError, OSError) as exc:
-            if not any(failure.record.startswith(record) for failure in self.report.failures):
-                self.report.unchecked.append((record, f"the verdicts on this policy's rollouts: {exc}"))
+            if not self._named(epoch, step):
+                self.report.unchecked.append((_folder(epoch, step), f"the verdicts on this policy's rollouts: {exc}"))
             return None
         return self._policy
 

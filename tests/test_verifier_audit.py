@@ -1,0 +1,315 @@
+"""The audit against a real archive, damaged and rewritten in every way a stranger might try."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+from blake3 import blake3
+
+from protocol import codec
+from protocol.envelope import parse
+from protocol.errors import ReasonCode, UsageError
+from protocol.records import Verdict, VerdictDetails
+from tests.archive_builder import build_archive, invert_verdicts, reseal, rewrite
+from verifier import cli
+from verifier.archive import RunArchive
+from verifier.audit import Options, audit
+
+FILES_ONLY = Options(fraction=1e-12)
+"""Everything but the derivation of verdicts, which no damaged byte needs."""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return build_archive(tmp_path_factory.mktemp("archive") / "run")
+
+
+@pytest.fixture
+def copy(built, tmp_path):
+    """A copy to damage, without the folders an auditor never gets."""
+    target = tmp_path / "run"
+    shutil.copytree(built.root, target, ignore=shutil.ignore_patterns("state", "checkpoints", "model", ".lock"))
+    return target
+
+
+def records(report):
+    return [failure.record for failure in report.failures]
+
+
+def tree(root):
+    return {
+        str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(root.rglob("*"))
+    }
+
+
+def test_an_honest_archive_holds_and_every_accepted_rollout_is_counted(built, copy):
+    before = tree(copy)
+    report = audit(copy, Options())
+    assert (report.failures, report.unchecked) == ([], [])
+    assert report.exit_code == 0 and report.finished
+    assert report.accepted_checked == report.accepted_total == built.accepted == 16
+    assert report.rollouts_checked == report.rollouts_held == report.rollouts_total == 20
+    assert (report.batches, report.publications) == (2, 3)
+    assert tree(copy) == before, "the archive was written to"
+
+
+def test_every_inverted_verdict_is_called_wrong(built, copy):
+    count = invert_verdicts(copy, built.chain.run, built.identities)
+    report = audit(copy, Options())
+    wrong = {f.record for f in report.failures if f.reason == ReasonCode.VERDICT_WRONG}
+    assert count == len(built.verdicts) == 6
+    assert wrong == {f"verdict/{index}" for index in built.verdicts}
+    assert report.rollouts_held == 0 and report.rollouts_checked == 20 and report.exit_code == 1
+    accepting = next(f for f in report.failures if f.record == f"verdict/{built.verdicts[0]}")
+    assert "says reject, but it is accept (holds)" in accepting.message
+    assert len(accepting.rollouts) == 4 and accepting.numbers["token_margin"] == 0
+
+
+def flip(path, at, bit):
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def flips(root, pattern, count, seed):
+    """`count` seeded single-bit damages in files that match, each undone before the next."""
+    choose = random.Random(seed)
+    paths = sorted(root.glob(pattern))
+    for _ in range(count):
+        path = choose.choice(paths)
+        whole = path.read_bytes()
+        flip(path, choose.randrange(len(whole)), choose.randrange(8))
+        yield path
+        path.write_bytes(whole)
+
+
+def test_flipped_bits_in_uploads_and_details_are_named(copy):
+    for path in flips(copy, "submissions/*", 50, 1):
+        report = audit(copy, FILES_ONLY)
+        assert report.exit_code == 1 and f"submissions/{path.name}" in records(report)
+
+
+def test_flipped_bits_in_published_shards_are_named(copy):
+    for path in flips(copy, "published/e*/shard-*.bin", 50, 2):
+        report = audit(copy, FILES_ONLY)
+        assert report.exit_code == 1 and str(path.relative_to(copy)) in records(report)
+
+
+def test_flipped_bits_in_publication_records_are_named(copy):
+    for path in flips(copy, "published/e*/*.hw", 20, 3):
+        report = audit(copy, FILES_ONLY)
+        assert report.exit_code == 1
+        assert any(record.startswith(f"published/{path.parent.name}") for record in records(report))
+
+
+def test_flipped_bits_in_ledger_leaves_are_named(copy):
+    for path in flips(copy, "ledger/*.hwl", 50, 4):
+        report = audit(copy, FILES_ONLY)
+        assert report.exit_code == 1
+        assert f"ledger/{path.name}" in records(report) or any(r[7:].isdigit() for r in records(report))
+
+
+def test_flipped_bits_in_batches_and_manifest_are_named(copy):
+    for path in flips(copy, "batches/*.hwb", 10, 5):
+        assert f"batches/{path.name}" in records(audit(copy, FILES_ONLY))
+    for _ in flips(copy, "manifest.hw", 10, 6):
+        report = audit(copy, FILES_ONLY)
+        assert report.exit_code == 1 and records(report) == ["manifest.hw"]
+
+
+def test_damage_stops_only_what_rests_on_it(built, copy):
+    """A full audit beside one damaged upload still derives everything else."""
+    flip(next(iter(sorted(copy.glob("submissions/*.hws")))), 40, 3)
+    report = audit(copy, Options())
+    assert report.rollouts_checked == report.rollouts_held == 16 and report.exit_code == 1
+    flip(copy / "published" / "e0000-s00000001" / "shard-000000.bin", 1000, 0)
+    report = audit(copy, Options())
+    assert "published/e0000-s00000001/shard-000000.bin" in records(report)
+    assert 0 < report.rollouts_checked == report.rollouts_held <= 12
+
+
+@pytest.mark.parametrize("pattern", ["submissions/*.hws", "submissions/*.hwv", "batches/*.hwb"])
+def test_missing_files_are_failures(copy, pattern):
+    path = sorted(copy.glob(pattern))[0]
+    path.unlink()
+    report = audit(copy, FILES_ONLY)
+    assert [f.reason for f in report.failures if f.record == str(path.relative_to(copy))] == [ReasonCode.RECORD_MISSING]
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "submissions/*.hws",
+        "submissions/*.hwv",
+        "batches/*.hwb",
+        "ledger/*.hwl",
+        "manifest.hw",
+        "published/e*/shard-*.bin",
+    ],
+)
+def test_unreadable_files_are_could_not_check(copy, pattern):
+    path = sorted(copy.glob(pattern))[-1]
+    path.unlink()
+    path.symlink_to(path.name)  # a loop: the operating system refuses to open it, for root as well
+    report = audit(copy, Options())
+    assert report.failures == [] and report.exit_code == 2
+    assert any(record == str(path.relative_to(copy)) for record, _ in report.unchecked)
+
+
+def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="no run directory"):
+        audit(tmp_path, Options())
+
+
+def test_a_ledger_without_segments_fails(copy):
+    shutil.rmtree(copy / "ledger")
+    report = audit(copy, FILES_ONLY)
+    assert records(report) == ["ledger"] and report.exit_code == 1
+
+
+def test_a_reward_changed_in_the_details_is_a_wrong_verdict(built, copy):
+    """A lying validator keeps its outcome but hands the learner another reward, all of it properly signed."""
+    archive = RunArchive.open(copy)
+    fact = archive.facts.verdicts[built.verdicts[0]]
+    first, *rest = archive.details(fact).rollouts
+    raw = codec.encode(VerdictDetails((replace(first, reward=0.5), *rest)))
+    (copy / fact.file).write_bytes(raw)
+
+    def change(entry):
+        if entry.index != fact.index:
+            return entry
+        held = parse(entry.subject)
+        verdict = replace(held.record(Verdict), details=blake3(raw).digest())
+        return replace(entry, subject=reseal(built.identities[held.signer], held, verdict).raw)
+
+    rewrite(copy, built.chain.run, built.identities, change)
+    report = audit(copy, Options())
+    failure = next(f for f in report.failures if f.record == fact.record)
+    assert failure.reason == ReasonCode.VERDICT_WRONG and "reward 0.5" in failure.message
+    assert any(f.reason == ReasonCode.BATCH_WRONG for f in report.failures), "the batch holds the true reward"
+
+
+def rewrite_batch(copy, built, change_batch, change_closed=lambda closed: closed):
+    """The trainer's operator rewrites a batch and its ledger entry, with valid signatures."""
+    archive = RunArchive.open(copy)
+    index, closed = next(iter(archive.facts.batches.items()))
+    raw = codec.encode(change_batch(archive.batch(closed)))
+    (copy / "batches" / f"step-{closed.step:08d}.hwb").write_bytes(raw)
+    new = change_closed(replace(closed, digest=blake3(raw).digest()))
+
+    def change(entry):
+        return replace(entry, body=codec.encode(new)) if entry.index == index else entry
+
+    rewrite(copy, built.chain.run, built.identities, change)
+    return audit(copy, Options()), f"batches/step-{closed.step:08d}.hwb", f"ledger/{index}"
+
+
+def test_a_batch_with_another_reward_is_wrong(built, copy):
+    def change(batch):
+        return replace(batch, rollouts=(replace(batch.rollouts[0], reward=7.0), *batch.rollouts[1:]))
+
+    report, name, _ = rewrite_batch(copy, built, change)
+    assert [(f.record, f.reason) for f in report.failures] == [(name, ReasonCode.BATCH_WRONG)]
+    assert "differs from what was verified, in reward" in report.failures[0].message
+
+
+def test_a_batch_that_trains_a_rollout_twice_is_wrong(built, copy):
+    report, name, entry = rewrite_batch(
+        copy,
+        built,
+        lambda batch: replace(batch, rollouts=(*batch.rollouts[:-1], batch.rollouts[0])),
+        lambda closed: replace(closed, entries=(*closed.entries[:-1], closed.entries[0])),
+    )
+    assert {name, entry} <= set(records(report))
+    assert any("trained twice" in f.message for f in report.failures if f.record == entry)
+
+
+def test_a_batch_with_half_a_group_is_wrong(built, copy):
+    report, name, _ = rewrite_batch(
+        copy,
+        built,
+        lambda batch: replace(batch, rollouts=batch.rollouts[1:]),
+        lambda closed: replace(closed, entries=closed.entries[1:]),
+    )
+    assert records(report) == [name] and "1 of 2 rollouts" in report.failures[0].message
+
+
+def test_a_rule_broken_by_the_coordinator_is_named(built, copy):
+    """A batch entry is dropped from the ledger: what rested on it contradicts the fold."""
+    job = next(e.index for e in RunArchive.open(copy).log.entries if e.entry.event == "job")
+    rewrite(
+        copy, built.chain.run, built.identities, lambda e: replace(e, event="no.such.event") if e.index == job else e
+    )
+    report = audit(copy, Options())
+    assert f"ledger/{job}" in records(report) and report.exit_code == 1
+
+
+def test_one_rollout_can_be_looked_at(built, copy):
+    archive = RunArchive.open(copy)
+    fact = next(iter(archive.facts.submissions.values()))
+    wanted = fact.rollout_id(1)
+    report = audit(copy, Options(rollout=wanted))
+    assert report.exit_code == 0 and report.rollouts_checked == 1
+    (derived,) = report.derived
+    assert (derived.rollout, derived.outcome, derived.reason) == (wanted, "accept", "holds")
+    assert derived.numbers["token_margin"] == 0 and set(derived.verdicts.values()) == {"accept"}
+    with pytest.raises(UsageError, match="no rollout"):
+        audit(copy, Options(rollout="00:1:2"))
+
+
+def test_a_fraction_can_be_drawn_again(copy):
+    first = audit(copy, Options(fraction=0.5))
+    again = audit(copy, Options(fraction=0.5, seed=first.seed))
+    assert again.rollouts_checked == first.rollouts_checked and again.seed == first.seed
+    assert first.exit_code == again.exit_code == 0
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+BLOCKED = """
+    import sys
+
+    class Gone:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in ("trainer", "node"):
+                raise ModuleNotFoundError(f"{name} is not installed")
+
+    sys.meta_path.insert(0, Gone())
+    from verifier.cli import main
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_blocked(*args, cwd):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(BLOCKED), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_command_works_without_trainer_and_node(built, copy, tmp_path, capsys):
+    done = run_blocked("audit", copy, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["accepted_checked"] == built.accepted and report["failures"] == []
+    assert {"rollouts_checked", "rollouts_held", "seconds"} <= report.keys()
+
+    flip(sorted(copy.glob("submissions/*.hws"))[0], 10, 1)
+    assert cli.main(["audit", str(copy)]) == 1
+    out = capsys.readouterr().out
+    assert "DOES NOT HOLD  submissions/" in out and "verifier explain hash-mismatch" in out
+    assert cli.main(["audit", str(tmp_path / "nothing")]) == 2
+    assert "is no run directory" in capsys.readouterr().err
