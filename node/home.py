@@ -5,7 +5,7 @@
     HOME/runs/<run id hex>/sequences.json   envelope numbers, never repeated
                            submissions/     finished leases without a receipt yet; refused/ holds what was turned down
                            receipts/        the coordinator's promises
-                           weights/         verified policies
+                           weights/         verified policies; relay/ holds what a relay serves
                            status.json      what the running process is doing, for `node status`
 
 Not covered: backing it up. A lost identity is a new probation; everything else can be rebuilt.

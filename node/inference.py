@@ -79,6 +79,7 @@ class InferenceNode:
         self._info: EngineInfo | None = None
         self._tokenizer: tuple[bytes, tokenizers.Tokenizer] | None = None
         self._uploads: set[asyncio.Task[None]] = set()
+        self._sending: set[bytes] = set()
         self._last_lease = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -168,6 +169,10 @@ class InferenceNode:
                 await backoff.wait()
                 continue
             environment = self._environments.get(lease.environment)
+            if lease.lease_id in self._sending:
+                # Its submission is finished here and on its way: the coordinator has not heard of it yet.
+                await asyncio.wait(self._uploads, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
+                continue
             self._open = lease
             if environment is None:
                 await self._give_back(lease, "this machine does not have the environment the lease names")
@@ -338,6 +343,7 @@ class InferenceNode:
     # --- sending it off -------------------------------------------------------------------------------------------
 
     def _start_upload(self, lease_id: bytes) -> None:
+        self._sending.add(lease_id)
         task = asyncio.create_task(self._upload(lease_id))
         self._uploads.add(task)
         task.add_done_callback(self._uploads.discard)
@@ -350,6 +356,8 @@ class InferenceNode:
         except OSError as exc:
             self._log.event("upload.disk", lease=lease_id, reason=str(exc))
             self._log.say(f"a finished lease can't be read or its receipt not be written: {exc}; look at the disk")
+        finally:
+            self._sending.discard(lease_id)
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Protocol
 
 import aiohttp
-from shardcast.puller import Puller
 
 from environments.base import Environment
 from environments.errors import EnvironmentSpecError
@@ -40,6 +39,7 @@ from protocol.identity import Identity, parse_peer_id, peer_id_text
 from protocol.limits import PROTOCOL_VERSION
 from protocol.manifest import Run, open_manifest, parse_share_code
 from protocol.sequences import Sequences
+from shardcast.puller import Puller
 
 FIND_DEADLINE_S = 180.0
 """How long a first contact is tried. A run that starts at the same moment as its nodes needs most of a minute."""
@@ -201,7 +201,9 @@ class _Place:
 
     def puller(self) -> Puller:
         keep = KEEP_POLICIES[self.options.role]
-        return Puller(self.member.run, self.member.sources, self.part.weights, keep=keep, session=self.session)
+        return Puller(
+            self.member.run, self.member.sources, self.part.weights, keep=keep, clock_ms=self.member.clock.now_ms
+        )
 
 
 async def _inference(place: _Place) -> None:
@@ -260,7 +262,13 @@ async def _validator(place: _Place) -> None:
 async def _relay(place: _Place) -> None:
     from node.relay import RelayNode
 
-    node = RelayNode(member=place.member, listen=place.options.listen, store=place.part.weights, log=place.log)
+    node = RelayNode(
+        member=place.member,
+        listen=place.options.listen,
+        store=place.part.path / "relay",
+        sequences=place.sequences,
+        log=place.log,
+    )
     place.stack.push_async_callback(node.close)
     url = await node.start()
     await place.member.join(addresses=(url,))

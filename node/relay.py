@@ -12,22 +12,30 @@ import asyncio
 import ipaddress
 from pathlib import Path
 
-from shardcast.relay import RelayServer
-
 from node.errors import LeavingError
 from node.log import EventLog
 from node.member import Member
 from protocol.errors import UsageError
+from protocol.sequences import Sequences
+from shardcast.relay import RelayServer
 
 
 class RelayNode:
     """One relay's work for one run."""
 
-    def __init__(self, *, member: Member, listen: str, store: Path, log: EventLog) -> None:
+    def __init__(self, *, member: Member, listen: str, store: Path, sequences: Sequences, log: EventLog) -> None:
         check_listen(listen, allow_private=member.run.manifest.allow_private)
         self._member = member
         self._log = log
-        self._server = RelayServer(member.run, member.sources, listen, store, member.identity)
+        self._server = RelayServer(
+            member.run,
+            member.sources,
+            listen,
+            store,
+            member.identity,
+            sequences=sequences,
+            clock_ms=member.clock.now_ms,
+        )
 
     async def start(self) -> str:
         """Listen, and return the URL to announce."""
@@ -41,10 +49,9 @@ class RelayNode:
         follow = asyncio.create_task(self._server.run_forever())
         try:
             while not follow.done():
-                newest = self._server.newest
-                if newest is not None:
-                    self._member.policy = newest
-                self._member.done = self._server.shards_served
+                if self._server.store.keys:
+                    self._member.policy = self._server.store.keys[-1]
+                self._member.done = self._server.server.counters.shards_sent
                 await asyncio.wait([follow], timeout=0.5)
             follow.result()
         finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from protocol.control import Clock, read_bounded
 from protocol.envelope import seal
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.files import fsync_dir, write_atomic
-from protocol.frames import read_error
 from protocol.identity import Identity
 from protocol.limits import MAX_ENVELOPE_BYTES, MINIMUM_RATE_BYTES_S, REQUEST_DEADLINE_S
 from protocol.manifest import Run
@@ -191,11 +191,20 @@ class Uploader:
             raise _LaterError(f"{url} was not reached: {type(exc).__name__}: {exc}") from exc
         if status == 200:
             return body
-        code, message = read_error(body)
+        code, message = read_refusal(body, status)
         if retry_after:
             seconds = int(retry_after) if retry_after.isdigit() else 1
             raise _LaterError(f"{code.value}: {message}", float(seconds))
         raise UploadRefusedError(f"{message} (HTTP {status})", code)
+
+
+def read_refusal(body: bytes, status: int) -> tuple[ReasonCode, str]:
+    """Code and message of a refusal, JSON `{"code", "message"}`. Total: anything else reads as `internal`."""
+    try:
+        fields = json.loads(body)
+        return ReasonCode(fields["code"]), str(fields["message"])[:500]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ReasonCode.INTERNAL, f"HTTP {status} without a reason"
 
 
 class _LaterError(Exception):
