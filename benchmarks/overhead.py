@@ -1,0 +1,141 @@
+"""What the network, the proofs and the verification cost: RL steps per minute of the demo against a bare loop.
+
+    python -m benchmarks.overhead --json [--steps 60]
+
+The demo is `trainer demo` as anyone runs it, without dishonest nodes, and all its processes share this machine's cores.
+The bare loop is the same learning in one process: same base, same SFT, same tasks, same sampler, same update; no files,
+no network, no proofs, no verification, no staleness. It runs once with one thread and once with all cores, and the
+faster one counts. Both are timed the same way: from the end of SFT to the last step, so joining is in the demo's time.
+
+Not covered: where the time goes (`logs/` and `metrics.jsonl` of the run), real models, more than one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contract import CouldNotRunError, Goal, at_least, run
+
+TARGET = 0.6
+DEMO_DEADLINE_S = 1200.0
+
+
+def measure(args: argparse.Namespace) -> list[Goal]:
+    with tempfile.TemporaryDirectory(prefix="headwater-overhead-") as scratch:
+        run_dir = Path(scratch) / "run"
+        demo = demo_steps_per_minute(args.steps, run_dir)
+        bare = [bare_steps_per_minute(run_dir, args.steps, threads) for threads in (1, len(os.sched_getaffinity(0)))]
+    sys.stderr.write(
+        f"demo {demo:.1f}, bare loop {bare[0]:.1f} (1 thread) and {bare[1]:.1f} (all cores) steps a minute\n"
+    )
+    goal = (
+        "RL steps per minute of the demo / of the same learning in one process (samples: demo, bare 1 thread, bare all)"
+    )
+    return [at_least(goal, TARGET, demo / max(bare), [demo, *bare])]
+
+
+def demo_steps_per_minute(steps: int, run_dir: Path) -> float:
+    """Run the demo and read its pace from what the learner wrote.
+
+    Raises:
+        CouldNotRunError: the demo failed, ran into the deadline, or did not make its steps.
+    """
+    command = [sys.executable, "-m", "trainer.cli", "demo", "--steps", str(steps), "--dir", str(run_dir), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate(timeout=DEMO_DEADLINE_S)
+    except subprocess.TimeoutExpired as exc:
+        raise CouldNotRunError(f"the demo made no {steps} steps within {DEMO_DEADLINE_S:.0f} s") from exc
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=30)
+    if process.returncode != 0:
+        raise CouldNotRunError(f"`{' '.join(command)}` ended with exit code {process.returncode}; try it by hand")
+    summary = json.loads(output)
+    if summary["steps"] < steps:
+        raise CouldNotRunError(f"the demo made {summary['steps']} of {steps} steps; look at its summary: {summary}")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    begun = next(row["time"] for row in rows if row["event"] == "sft" and row["done"])
+    last = max(row["time"] for row in rows if row["event"] == "step")
+    return 60.0 * steps / (float(last) - float(begun))
+
+
+def bare_steps_per_minute(run_dir: Path, steps: int, threads: int) -> float:
+    """The same learning in this process, from the run's own files."""
+    import torch
+
+    from protocol.manifest import open_manifest
+    from shardcast.layout import layout_of_safetensors
+    from trainer import config, sft
+    from trainer.learner import DTYPES
+    from trainer.update import Policy
+    from verifier.model import load_policy
+
+    torch.set_num_threads(threads)
+    settings = config.load(run_dir)
+    opened = open_manifest((run_dir / "manifest.hw").read_bytes())
+    base = load_policy(run_dir / "model")
+    for parameter in base.model.parameters():
+        parameter.requires_grad_(True)
+    layout = layout_of_safetensors(run_dir / "model" / "model.safetensors")
+    storage = {spec.name: DTYPES[spec.dtype] for spec in layout.tensors}
+    policy = Policy(base.model, settings.learner, storage, opened.manifest.sampling.temperature)
+    sft.stage_one(
+        base, settings.sft, opened.manifest, seed=settings.learner.seed, record=lambda *_: None, stop=lambda: False
+    )
+    begun = time.monotonic()
+    for step in range(steps):
+        policy.learn(sample(opened, base, step))
+    return 60.0 * steps / (time.monotonic() - begun)
+
+
+def sample(opened: Any, base: Any, step: int) -> Any:
+    """One batch, sampled by the policy itself: no lease, no proof, no check, no file."""
+    from environments import registry
+    from node.decode import DecodeRequest, decode
+    from protocol.seeds import group_id, sampling_seed
+    from trainer.incoming import Sequence as Rollout
+    from trainer.incoming import TrainingBatch
+    from verifier.model import completion_text, prompt_ids
+
+    manifest = opened.manifest
+    leases, sampling = manifest.leases, manifest.sampling
+    environment = registry.load(manifest.environments[step % len(manifest.environments)])
+    nonce = bytes(32)
+    tasks = [environment.task(step * leases.tasks_per_step + i) for i in range(leases.tasks_per_step)]
+    pairs = [(task, i) for task in tasks for i in range(leases.samples_per_task)]
+    prompts = {task.index: tuple(prompt_ids(base.tokenizer, task.prompt)) for task in tasks}
+    requests = [
+        DecodeRequest(prompts[t.index], sampling_seed(opened.id, nonce, t.index, i), sampling.max_new_tokens)
+        for t, i in pairs
+    ]
+    base.model.eval()
+    done = decode(base.model, requests, temperature=sampling.temperature, stop_tokens=sampling.stop_tokens)
+    rollouts = []
+    for (task, _), out in zip(pairs, done, strict=True):
+        text = completion_text(base.tokenizer, out.tokens, sampling.stop_tokens)
+        reward = environment.score(task, text, out.tokens[-1] in sampling.stop_tokens)
+        group = group_id(nonce, task.index)
+        rollouts.append(Rollout(group, prompts[task.index], out.tokens, out.logprobs, reward, 0))
+    return TrainingBatch(step, tuple(rollouts), frozenset())
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=60, help="RL steps of each side (default: 60)")
+
+
+def main() -> int:
+    return run(measure, "RL steps per minute of the demo against one process without network or checks.", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
