@@ -45,13 +45,15 @@ MEASURED = Measurement(
 def test_thresholds_stay_above_five_times_the_noise_and_below_the_ceiling() -> None:
     assert thresholds(MEASURED).proof_median == 3e-6
     assert thresholds(dataclasses.replace(MEASURED, proof_median=1e-6)).proof_median == pytest.approx(5e-6)
+    assert thresholds(MEASURED).logprob == 3e-4
+    assert thresholds(dataclasses.replace(MEASURED, logprob=5e-5)).logprob == pytest.approx(5e-4)
     for field, value in (
         ("proof_median", 2.1e-6),
         ("proof_median", float("inf")),
         ("proof_median", float("nan")),
         ("proof_outliers", 5),
         ("token_margin", 2.1e-5),
-        ("logprob", 2.1e-5),
+        ("logprob", 1.1e-4),
     ):
         with pytest.raises(CalibrationError, match="too high"):
             thresholds(dataclasses.replace(MEASURED, **{field: value}))

@@ -2,7 +2,8 @@
 
     proof_median   max(3e-6, 5 x honest maximum), never above 1e-5: weights one step stale at lr 1e-6 start at 1.7e-5
     token_margin   1e-4, which must be above 5 x honest maximum
-    logprob        1e-4, likewise
+    logprob        max(3e-4, 10 x honest maximum), never above 1e-3: it grows with the logits as a policy sharpens, and
+                   is not trained on, so that room costs nothing
 
 A measurement above a ceiling does not join the fp32 profile; there is no way to widen it by hand. The checked-in
 `verifier/data/noise-*.json` hold a manifest's `Thresholds` and under `measurement` what they were taken from. Needs
@@ -29,7 +30,7 @@ PROOF_OUTLIERS = 4
 """Points of a chunk that may be off: a value at the edge of the k largest may fall out on the other machine."""
 PROOF_GATE = 2.0**-6
 TOKEN_MARGIN = 1e-4
-LOGPROB = 1e-4
+LOGPROB_SAFETY, LOGPROB_FLOOR, LOGPROB_CEILING = 10.0, 3e-4, 1e-3
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ def thresholds(measured: Measurement) -> Thresholds:
         CalibrationError: honest noise too close to a bound that may not move; the model or device needs another
             profile.
     """
-    honest = SAFETY * measured.proof_median
-    median = honest if not honest < PROOF_MEDIAN_FLOOR else PROOF_MEDIAN_FLOOR  # a NaN stays one, and is refused
+    median = _at_least(PROOF_MEDIAN_FLOOR, SAFETY * measured.proof_median)
+    logprob = _at_least(LOGPROB_FLOOR, LOGPROB_SAFETY * measured.logprob)
     checks = (
         ("relative error of the proof's median", median, PROOF_MEDIAN_CEILING),
         ("outliers of a chunk", measured.proof_outliers, PROOF_OUTLIERS),
         ("token margin", SAFETY * measured.token_margin, TOKEN_MARGIN),
-        ("log-probability", SAFETY * measured.logprob, LOGPROB),
+        ("log-probability", logprob, LOGPROB_CEILING),
     )
     for name, value, ceiling in checks:
         if not value <= ceiling:
@@ -85,7 +86,7 @@ def thresholds(measured: Measurement) -> Thresholds:
         proof_outliers=PROOF_OUTLIERS,
         proof_gate=PROOF_GATE,
         token_margin=TOKEN_MARGIN,
-        logprob=LOGPROB,
+        logprob=logprob,
         measured_rollouts=measured.rollouts,
         measured_tokens=measured.tokens,
         measured_proof_median=measured.proof_median,
@@ -94,6 +95,10 @@ def thresholds(measured: Measurement) -> Thresholds:
         measured_logprob=measured.logprob,
         machine=measured.machine,
     )
+
+
+def _at_least(floor: float, value: float) -> float:
+    return value if not value < floor else floor  # a NaN stays one, and is refused
 
 
 def to_json(measured: Measurement) -> str:
