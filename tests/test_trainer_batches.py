@@ -1,0 +1,160 @@
+"""Batch files: built from ledger and archive, the same bytes again, and verdicts that could not make one refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from blake3 import blake3
+
+from environments import registry
+from protocol import codec
+from protocol.errors import DecodeError, LedgerError, ReasonCode
+from protocol.records import (
+    ACCEPT,
+    Batch,
+    Lease,
+    Outcome,
+    Rollout,
+    RolloutDetail,
+    Submission,
+    Verdict,
+    VerdictDetails,
+)
+from protocol.state import RunState
+from tests.test_trainer_leases import Bench
+from trainer import batches, init
+from trainer.window import Window
+
+TOKENS = np.asarray([5, 6, 1], "<u4").tobytes()
+CLAIMED, MEASURED = np.full(3, -0.5, "<f4").tobytes(), np.full(3, -0.25, "<f4").tobytes()
+
+
+def upload_of(lease: Lease) -> bytes:
+    named = [(task, sample) for task in lease.tasks for sample in range(lease.samples)]
+    rollouts = tuple(Rollout(task, sample, TOKENS, CLAIMED, 0, 0.0, ()) for task, sample in named)
+    raw = codec.encode(Submission(lease.lease_id, "test", rollouts))
+    return zstandard.ZstdCompressor().compress(raw)
+
+
+def details_of(lease: Lease, logprobs: bytes = MEASURED) -> bytes:
+    count = len(lease.tasks) * lease.samples
+    return codec.encode(VerdictDetails(tuple(RolloutDetail(logprobs, float(i % 2), ()) for i in range(count))))
+
+
+class Archive(Bench):
+    """A bench whose submissions and verdict details are on disk."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.files = batches.Files(directory)
+        for name in ("submissions", "batches"):
+            (directory / name).mkdir()
+        self.chain.policy(0)
+
+    def one(self, who: str) -> Lease:
+        lease = self.take(who)
+        blob, details = upload_of(lease), details_of(lease)
+        index = self.chain.submit(lease.lease_id, blob, zstandard.frame_content_size(blob))
+        self.files.submission(lease.lease_id).write_bytes(blob)
+        self.files.details(lease.lease_id, 1).write_bytes(details)
+        outcomes = [Outcome(ACCEPT, "holds")] * self.state.leases[lease.lease_id].rollouts
+        job = self.chain.job(index, "v0")
+        self.chain.verdict(job, blake3(blob).digest(), "v0", outcomes, 1, blake3(details).digest())
+        return lease
+
+    def build(self) -> tuple[tuple[batches.BatchEntry, ...], bytes]:
+        entries = batches.entries_of(self.state, batches.choose(self.state, self.window))
+        raw = batches.build(
+            self.chain.run, self.state, self.files, 0, 0, entries, lambda _env, task: bytes([task, 0, 0, 0])
+        )
+        return entries, raw
+
+
+def filled(directory: Path) -> Archive:
+    archive = Archive(directory)
+    archive.one("node-0")
+    archive.one("node-1")
+    assert batches.choose(archive.state, archive.window), "two strangers' first leases make a batch of 8"
+    return archive
+
+
+def test_a_batch_carries_the_validators_numbers_and_is_the_same_bytes_again(tmp_path: Path) -> None:
+    archive = filled(tmp_path)
+    entries, raw = archive.build()
+    batch = codec.decode(Batch, raw)
+    assert [(r.submission, r.verdict, r.rollout) for r in batch.rollouts] == [
+        (e.submission, e.verdict, e.rollout) for e in entries
+    ]
+    assert {r.logprobs for r in batch.rollouts} == {MEASURED}
+    assert [r.reward for r in batch.rollouts[:4]] == [0.0, 1.0, 0.0, 1.0]
+    assert {r.prompt[0] for r in batch.rollouts} == {0, 1}
+    assert len({r.group for r in batch.rollouts}) == 2
+    assert archive.build()[1] == raw
+    assert batches.closed(0, 0, entries, raw).digest == blake3(raw).digest()
+
+
+@pytest.mark.parametrize("which", ["submission", "details"])
+def test_an_archive_that_lost_or_changed_a_record_makes_no_batch(tmp_path: Path, which: str) -> None:
+    archive = filled(tmp_path)
+    lease_id = next(iter(archive.state.leases))
+    path = archive.files.submission(lease_id) if which == "submission" else archive.files.details(lease_id, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(LedgerError, match="is not what the ledger names") as changed:
+        archive.build()
+    assert changed.value.code is ReasonCode.HASH_MISMATCH
+    path.unlink()
+    with pytest.raises(LedgerError, match="restore the run directory") as lost:
+        archive.build()
+    assert lost.value.code is ReasonCode.RECORD_MISSING
+
+
+def test_verdicts_whose_details_could_not_make_a_batch_are_refused(tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    lease = archive.take("node-0")
+    blob = upload_of(lease)
+    index = archive.chain.submit(lease.lease_id, blob, zstandard.frame_content_size(blob))
+    submission = archive.state.submissions[index]
+
+    def check(details: bytes, outcomes: int = 4, upload: bytes = blob, digest: bytes | None = None) -> None:
+        stated = (Outcome(ACCEPT, "holds"),) * outcomes
+        bound = blake3(details).digest() if digest is None else digest
+        verdict = Verdict(bytes(16), submission.intent.digest, 1, stated, bound, 1)
+        batches.check_details(verdict, details, submission, lease, lambda: upload)
+
+    check(details_of(lease))
+    with pytest.raises(DecodeError, match="not the ones the verdict names"):
+        check(details_of(lease), digest=bytes(32))
+    with pytest.raises(DecodeError, match="speaks of 3"):
+        check(details_of(lease), outcomes=3)
+    with pytest.raises(DecodeError, match="another number"):
+        check(details_of(lease, MEASURED[:8]))
+    with pytest.raises(DecodeError):
+        check(b"no record")
+    with pytest.raises(DecodeError):
+        check(details_of(lease), upload=b"no frame")
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 22))
+    with pytest.raises(DecodeError, match="another size than the intent"):
+        check(details_of(lease), upload=bomb)
+
+
+def test_prompts_are_tokenised_as_the_verifier_does_it() -> None:
+    """No special tokens, the model's own tokenizer.json; the coordinator does it without torch."""
+    transformers = pytest.importorskip("transformers")
+    model = Path(init.__file__).parent / "data" / "tiny"
+    environment = registry.make("word", {"transform": "reverse"})
+    ids = batches.tokenizer_prompts(model, lambda _digest, task: environment.task(task).prompt)
+    other = transformers.AutoTokenizer.from_pretrained(model)
+    for task in range(50):
+        expected = other(environment.task(task).prompt, add_special_tokens=False)["input_ids"]
+        assert np.frombuffer(ids(environment.digest, task), "<u4").tolist() == expected
+
+
+def test_no_batch_closes_without_weights() -> None:
+    state = RunState()
+    bench = Bench()
+    state.manifest = bench.chain.manifest
+    assert batches.choose(state, Window(2, state)) == []

@@ -1,0 +1,312 @@
+"""Leases, pacing and the window: pure decisions over a ledger in memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, Lease, LeaseClosed, LedgerEntry
+from protocol.state import RunState
+from tests.archive_builder import Chain, ListSink, identity, make_manifest
+from trainer import batches, leases
+from trainer.window import Window
+
+SECRET = bytes(range(32))
+BOUNDS = leases.Bounds(bytes(32), 1 << 20, 2)
+
+
+@dataclass
+class Following(ListSink):
+    """A ledger in memory whose state and window follow every entry."""
+
+    state: RunState = field(default_factory=RunState)
+    window: Window = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.window = Window(2, self.state)
+
+    def append(self, event: str, body: object = b"", subject: bytes = b"") -> int:
+        index = super().append(event, body, subject)
+        self.follow(self.entries[index])
+        assert self.state.problems == []
+        return index
+
+    def follow(self, entry: LedgerEntry) -> None:
+        self.state.apply(entry.index, entry)
+        self.window.observe(entry.index, entry)
+
+
+class Bench:
+    """A run with two validators and the desk's decisions, without disk or network."""
+
+    def __init__(self, nodes: int = 2, **changes) -> None:
+        self.chain = Chain(make_manifest(**changes), Following())
+        self.book: Following = self.chain.sink
+        self.chain.open()
+        self.nodes = [f"node-{i}" for i in range(nodes)]
+        for name in ("v0", "v1"):
+            self.chain.join(name, "validator")
+        for name in self.nodes:
+            self.chain.join(name, "inference")
+
+    @property
+    def state(self) -> RunState:
+        return self.book.state
+
+    @property
+    def window(self) -> Window:
+        return self.book.window
+
+    def ask(self, who: str, capacity: int = 64, uploading: frozenset[bytes] = frozenset()) -> leases.Decision:
+        node = self.state.nodes[identity(who).public]
+        return leases.decide(
+            self.state, self.window, node, capacity=capacity, uploading=uploading, secret=SECRET, bounds=BOUNDS
+        )
+
+    def take(self, who: str) -> Lease:
+        """Ask, and write the lease that was decided into the ledger."""
+        decision = self.ask(who)
+        assert decision.kind == "issue", decision.reason
+        lease = decision.lease
+        assert lease is not None
+        self.chain.leases[lease.lease_id], self.chain.owners[lease.lease_id] = lease, who
+        self.chain.append("lease", b"", self.chain.sealed("coordinator", "lease", lease, identity(who).public))
+        return lease
+
+    def submit(self, lease: Lease) -> int:
+        return self.chain.submit(lease.lease_id)
+
+    def judge(self, submission: int, outcome: int = ACCEPT, validator: str = "v0", round_number: int = 1) -> None:
+        held = self.state.submissions[submission]
+        job = self.chain.job(submission, validator, round_number)
+        outcomes = [outcome] * len(held.outcomes)
+        self.chain.verdict(job, held.intent.digest, validator, outcomes, round_number)
+
+    def accept(self, who: str) -> Lease:
+        lease = self.take(who)
+        self.judge(self.submit(lease))
+        return lease
+
+    def close_batch(self) -> list[batches.BatchEntry]:
+        groups = batches.choose(self.state, self.window)
+        entries = batches.entries_of(self.state, groups)
+        if entries:
+            named = [(e.submission, e.verdict, e.rollout) for e in entries]
+            self.chain.batch(self.window.batches, named)
+        return list(entries)
+
+
+def test_a_strangers_first_lease_is_small_and_the_next_one_whole() -> None:
+    bench = Bench()
+    bench.chain.policy(0)
+    first = bench.accept("node-0")
+    assert len(first.tasks) * first.samples == bench.chain.manifest.leases.probation_first_rollouts
+    second = bench.take("node-0")
+    rules = bench.chain.manifest.leases
+    assert (len(second.tasks), second.samples) == (rules.tasks_per_lease, rules.samples_per_task)
+    assert not set(first.tasks) & set(second.tasks) and first.nonce != second.nonce
+
+
+def test_a_small_engine_gets_fewer_tasks_but_whole_groups() -> None:
+    bench = Bench()
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    decision = bench.ask("node-0", capacity=1)
+    assert decision.lease is not None
+    assert (len(decision.lease.tasks), decision.lease.samples) == (1, 4)
+
+
+def test_in_probation_there_is_one_lease_at_a_time_and_it_is_sent_again_on_request() -> None:
+    bench = Bench()
+    bench.chain.policy(0)
+    lease = bench.take("node-0")
+    assert bench.ask("node-0") == leases.Decision("again", lease_id=lease.lease_id)
+    assert bench.ask("node-0", uploading=frozenset({lease.lease_id})).kind == "wait"
+    submission = bench.submit(lease)
+    assert bench.ask("node-0").kind == "wait" and "being checked" in bench.ask("node-0").reason
+    bench.judge(submission)
+    assert bench.ask("node-0").kind == "issue"
+
+
+def test_an_active_node_may_hold_two_leases() -> None:
+    bench = Bench(leases=replace(make_manifest().leases, probation_accepted=4))
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    first = bench.take("node-0")
+    bench.take("node-0")
+    assert bench.ask("node-0").lease_id == first.lease_id
+
+
+def test_leases_stop_when_their_rollouts_would_be_too_old_and_flow_again_with_new_weights() -> None:
+    # 8 rollouts a batch, 2 steps of staleness: batches 0, 1 and 2 may be sampled by policy 0, batch 3 may not.
+    bench = Bench(leases=replace(make_manifest().leases, probation_accepted=4))
+    assert bench.ask("node-0").reason == "no weights are published yet"
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    while bench.ask("node-0").kind == "issue":
+        bench.accept("node-0")
+    assert leases.in_flight(bench.window) == 28  # batch 3 would begin at 24: the lease in progress may run over
+    assert "next weights" in bench.ask("node-0").reason
+    bench.chain.policy(1)
+    assert bench.ask("node-0").kind == "issue"
+
+
+def test_no_lease_is_issued_beyond_the_last_step() -> None:
+    bench = Bench(steps=1, leases=replace(make_manifest().leases, probation_accepted=4))
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    bench.accept("node-0")
+    assert "last step" in bench.ask("node-0").reason
+
+
+def test_a_closed_lease_goes_to_another_node_with_the_same_nonce_tasks_and_samples() -> None:
+    bench = Bench()
+    bench.chain.policy(0)
+    lease = bench.take("node-0")
+    bench.chain.close_lease(lease.lease_id)
+    again = bench.ask("node-0").lease
+    assert again is not None and again.nonce != lease.nonce, "not to the one that had it"
+    other = bench.take("node-1")
+    assert (other.nonce, other.tasks, other.samples, other.root) == (
+        lease.nonce,
+        lease.tasks,
+        lease.samples,
+        lease.root,
+    )
+    assert other.lease_id != lease.lease_id
+    assert bench.state.leases[other.lease_id].reissue_of == lease.lease_id
+    assert not bench.window.closed, "it is not issued a third time"
+
+
+def test_a_closed_lease_is_dropped_when_its_policy_is_too_old() -> None:
+    bench = Bench(nodes=3)
+    bench.chain.policy(0)
+    lost = bench.take("node-0")
+    bench.chain.close_lease(lost.lease_id)
+    for step in range(1, 4):
+        bench.chain.policy(step)
+        while not bench.close_batch():
+            bench.accept("node-2")
+    assert not bench.window.closed
+    assert bench.take("node-1").nonce != lost.nonce
+
+
+def test_a_large_lease_is_not_handed_to_a_stranger() -> None:
+    bench = Bench()
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    large = bench.take("node-0")
+    bench.chain.close_lease(large.lease_id)
+    assert bench.take("node-1").nonce != large.nonce
+
+
+def test_paused_and_suspended_nodes_get_no_lease_and_are_told_why() -> None:
+    bench = Bench()
+    bench.chain.policy(0)
+    submission = bench.submit(bench.take("node-0"))
+    bench.judge(submission, REJECT)
+    assert bench.ask("node-0").kind == "wait" and "second validator" in bench.ask("node-0").reason
+    bench.judge(submission, REJECT, "v1", 2)
+    assert bench.ask("node-0").kind == "leave" and "suspended" in bench.ask("node-0").reason
+    assert leases.in_flight(bench.window) == 0
+
+
+def test_leases_expire_by_duration_but_not_while_the_coordinator_was_away() -> None:
+    bench = Bench()
+    bench.chain.policy(0)
+    lease = bench.take("node-0")
+    over = bench.state.leases[lease.lease_id].time + lease.duration_ms + leases.GRACE_MS + 1
+    assert [held.lease_id for held in leases.expired(bench.state, bench.window, over, frozenset())] == [lease.lease_id]
+    assert leases.expired(bench.state, bench.window, over, frozenset({lease.lease_id})) == []
+    bench.book.time += 30_000  # the coordinator was killed and came back half a minute later
+    bench.chain.append("incarnation")
+    assert leases.expired(bench.state, bench.window, over, frozenset()) == []
+    assert len(leases.expired(bench.state, bench.window, over + 30_010, frozenset())) == 1
+
+
+@pytest.mark.parametrize("outcome", [REJECT, INCONCLUSIVE])
+def test_a_group_enters_whole_or_not_at_all(outcome: int) -> None:
+    bench = Bench(leases=replace(make_manifest().leases, probation_accepted=4, second_draw=0.0))
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    lease = bench.take("node-0")
+    held = bench.state.submissions[bench.submit(lease)]
+    outcomes = [ACCEPT] * 3 + [outcome] + [ACCEPT] * 4
+    bench.chain.verdict(bench.chain.job(held.index, "v0"), held.intent.digest, "v0", outcomes)
+    if outcome == REJECT:
+        second = [ACCEPT] * 8  # not repeated: inconclusive, and nothing is held against the node
+        bench.chain.verdict(bench.chain.job(held.index, "v1", 2), held.intent.digest, "v1", second, 2)
+    entries = bench.close_batch()
+    assert {e.rollout for e in entries if e.submission == held.index} == {4, 5, 6, 7}
+
+
+class Simulation:
+    """Random members over the pure decisions: what a run's state machine must survive."""
+
+    def __init__(self, seed: int, nodes: int) -> None:
+        self.random = random.Random(seed)
+        rules = replace(make_manifest().leases, probation_accepted=8)
+        self.bench = Bench(nodes, steps=6, leases=rules)
+        self.bench.chain.policy(0)
+        self.held: list[tuple[str, Lease]] = []
+        self.submitted: list[int] = []
+        self.trained: list[batches.BatchEntry] = []
+
+    def run(self) -> None:
+        bench, steps = self.bench, self.bench.chain.manifest.steps
+        for _ in range(4000):
+            self.random.choice([self.ask, self.ask, self.upload, self.judge, self.lose, self.learn, self.learn])()
+            if bench.window.batches == steps:
+                return
+        pytest.fail(
+            f"no progress: {bench.window.batches} batches, {leases.pacing(bench.state, bench.window, bench.chain.manifest)}"
+        )
+
+    def ask(self) -> None:
+        who = self.random.choice(self.bench.nodes)
+        if self.bench.ask(who).kind == "issue":
+            self.held.append((who, self.bench.take(who)))
+
+    def upload(self) -> None:
+        if self.held:
+            _, lease = self.held.pop(self.random.randrange(len(self.held)))
+            self.submitted.append(self.bench.submit(lease))
+
+    def lose(self) -> None:
+        if self.held and self.random.random() < 0.3:
+            _, lease = self.held.pop(self.random.randrange(len(self.held)))
+            self.bench.chain.append("lease.closed", LeaseClosed(lease.lease_id, "expired"))
+
+    def judge(self) -> None:
+        if self.submitted:
+            index = self.submitted.pop(self.random.randrange(len(self.submitted)))
+            self.bench.judge(index, INCONCLUSIVE if self.random.random() < 0.1 else ACCEPT)
+
+    def learn(self) -> None:
+        self.trained += self.bench.close_batch()
+        newest = self.bench.state.newest_policy
+        if newest is not None and newest.step < self.bench.window.batches and self.random.random() < 0.5:
+            self.bench.chain.policy(newest.step + 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 5))
+def test_property_any_order_of_events_reaches_the_last_step(seed: int, nodes: int) -> None:
+    simulation = Simulation(seed, nodes)
+    simulation.run()
+    state, bench = simulation.bench.state, simulation.bench
+    assert len({(e.submission, e.rollout) for e in simulation.trained}) == len(simulation.trained)
+    for step, held in state.batches.items():
+        for entry in held.closed.entries:
+            lease = state.leases[state.submissions[entry.submission].lease_id].lease
+            assert 0 <= step - lease.step <= bench.chain.manifest.leases.max_staleness
+    again = Following()
+    for entry in bench.book.entries:
+        again.follow(entry)
+    live, rebuilt = bench.window.__dict__, again.window.__dict__
+    assert {k: v for k, v in live.items() if k != "state"} == {k: v for k, v in rebuilt.items() if k != "state"}
+    assert again.state == state
