@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from protocol import codec
 from protocol.envelope import Envelope, open_envelope, parse, seal
-from protocol.identity import Identity
+from protocol.identity import Identity, load_identity
 from protocol.ledger import TREE_KIND, Ledger
 from protocol.manifest import (
     MANIFEST_KIND,
@@ -562,6 +562,12 @@ def reseal(signer: Identity, envelope: Envelope, record: object) -> Envelope:
         lifetime_ms=envelope.expires_at - envelope.issued_at,
         audience=envelope.audience,
     )
+
+
+def identities_in(*folders: Path) -> dict[bytes, Identity]:
+    """Every key file below these folders, by public key: what a demo's run and node homes hold."""
+    found = [load_identity(path) for folder in folders for path in sorted(folder.rglob("*.pem"))]
+    return {one.public: one for one in found}
 
 
 def invert_verdicts(root: Path, run, identities: dict[bytes, Identity]) -> int:

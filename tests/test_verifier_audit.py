@@ -252,6 +252,30 @@ def test_a_rule_broken_by_the_coordinator_is_named(built, copy):
     assert f"ledger/{job}" in records(report) and report.exit_code == 1
 
 
+def test_a_coordinator_that_signs_nonsense_is_named_and_nothing_crashes(built, copy):
+    """Random damage inside entries, signed again: only subjects' signatures and the rules are left to say no."""
+    choose = random.Random(7)
+    size = RunArchive.open(copy).log.size
+    ledger = {path: path.read_bytes() for path in (copy / "ledger").iterdir()}
+    for round_ in range(40):
+        victim = choose.randrange(1, size)
+
+        def change(entry, victim=victim):
+            if entry.index != victim:
+                return entry
+            raw = bytearray(entry.subject or entry.body)
+            for _ in range(choose.choice((1, 1, 4))):
+                raw[choose.randrange(len(raw))] ^= choose.randrange(1, 256)
+            return replace(entry, subject=bytes(raw)) if entry.subject else replace(entry, body=bytes(raw))
+
+        rewrite(copy, built.chain.run, built.identities, change)
+        report = audit(copy, FILES_ONLY if round_ % 6 else Options())
+        event = RunArchive.open(copy).log.entries[victim].entry.event
+        assert report.failures or event in ("grant", "lease.closed", "job", "run.finished"), event
+        for path, whole in ledger.items():
+            path.write_bytes(whole)
+
+
 def test_one_rollout_can_be_looked_at(built, copy):
     archive = RunArchive.open(copy)
     fact = next(iter(archive.facts.submissions.values()))
