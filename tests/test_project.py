@@ -90,11 +90,33 @@ def test_dependencies_resolve_to_wheels_only(version: str) -> None:
     Two of libp2p's dependencies are published as source only; each is one pure Python module.
     """
     done = subprocess.run(
-        [str(BIN / "uv"), "pip", "compile", "--quiet", "--python-version", version, "--only-binary", ":all:",
-         "--no-binary", "varint", "--no-binary", "python-baseconv",
-         "--extra", "environments", "--extra", "dev", "--constraint", "constraints.txt",
-         "--python-platform", "x86_64-manylinux_2_28", "pyproject.toml"],
-        capture_output=True, text=True, timeout=280, cwd=ROOT,
+        [
+            str(BIN / "uv"),
+            "pip",
+            "compile",
+            "--quiet",
+            "--python-version",
+            version,
+            "--only-binary",
+            ":all:",
+            "--no-binary",
+            "varint",
+            "--no-binary",
+            "python-baseconv",
+            "--extra",
+            "environments",
+            "--extra",
+            "dev",
+            "--constraint",
+            "constraints.txt",
+            "--python-platform",
+            "x86_64-manylinux_2_28",
+            "pyproject.toml",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^fastecdsa==[4-9]", done.stdout, re.M)

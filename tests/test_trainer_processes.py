@@ -50,8 +50,15 @@ def test_printed_command_starts_the_same_child_again_inside_the_run(tmp_path: Pa
 
 def test_memory_is_the_sum_over_the_run_s_processes(tmp_path: Path) -> None:
     fleet = Fleet("ef" * 32, tmp_path / "logs")
-    fleet.start("big", [sys.executable, "-c", "b = bytearray(64 << 20); b[::4096] = b'x' * len(b[::4096]);"
-                        "print('up', flush=True); import time; time.sleep(60)"])
+    fleet.start(
+        "big",
+        [
+            sys.executable,
+            "-c",
+            "b = bytearray(64 << 20); b[::4096] = b'x' * len(b[::4096]);"
+            "print('up', flush=True); import time; time.sleep(60)",
+        ],
+    )
     try:
         _await(lambda: (tmp_path / "logs" / "big.log").read_bytes() == b"up\n")
         assert 64 <= fleet.sample_memory() <= 160

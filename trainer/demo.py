@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's options; kept apart so that `--help` imports nothing heavy."""
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="what to train (default: tiny)")
     parser.add_argument("--engine", choices=("transformers",), default="transformers", help="inference engine")
-    parser.add_argument("--environments", default=None, metavar="NAME",
-                        help="reverse, sort or rotate (tiny), addition (smollm2)")
+    parser.add_argument(
+        "--environments", default=None, metavar="NAME", help="reverse, sort or rotate (tiny), addition (smollm2)"
+    )
     parser.add_argument("--steps", type=int, default=None, help="RL steps (default: 150 tiny, 30 smollm2)")
     parser.add_argument("--nodes", type=int, default=3, help="honest inference nodes (default: 3)")
     parser.add_argument("--cheats", default="", metavar="KIND,..", help=f"dishonest nodes: {', '.join(KINDS)}, or all")
@@ -93,8 +94,10 @@ def _prepare(args: argparse.Namespace) -> Stage:
         raise UsageError(f"--nodes {args.nodes} is out of range; give 1 to 64")
     run_dir = (args.dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise UsageError(f"{run_dir} exists and is not empty; give another --dir, or continue that run with: "
-                         f"trainer serve {run_dir}/run.toml")
+        raise UsageError(
+            f"{run_dir} exists and is not empty; give another --dir, or continue that run with: "
+            f"trainer serve {run_dir}/run.toml"
+        )
     run_dir.mkdir(parents=True, exist_ok=True)
     _check_room(args.model, run_dir)
     steps = args.steps if args.steps is not None else {"tiny": 150, "smollm2": 30}[args.model]
@@ -114,8 +117,10 @@ def _kinds(text: str) -> list[str]:
     if unknown:
         raise UsageError(f"--cheats {','.join(unknown)}: no such kind; there are {', '.join(KINDS)}")
     if kinds and not _programs().is_dir():
-        raise UsageError("--cheats needs the programs in examples/cheats, which only a clone of the repository has; "
-                         "clone it and run `make demo` there, or leave --cheats out")
+        raise UsageError(
+            "--cheats needs the programs in examples/cheats, which only a clone of the repository has; "
+            "clone it and run `make demo` there, or leave --cheats out"
+        )
     return list(dict.fromkeys(kinds))
 
 
@@ -131,8 +136,10 @@ def _check_room(model: str, run_dir: Path) -> None:
         raise UsageError(f"{run_dir} has {free_disk} MiB free, this demo needs {disk}; give --dir on a larger disk")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:") and int(line.split()[1]) >> 10 < memory:
-            raise UsageError(f"{int(line.split()[1]) >> 10} MiB of memory are available, this demo needs {memory}; "
-                             "close other programs, or give fewer --nodes")
+            raise UsageError(
+                f"{int(line.split()[1]) >> 10} MiB of memory are available, this demo needs {memory}; "
+                "close other programs, or give fewer --nodes"
+            )
 
 
 def _make_run(stage: Stage, args: argparse.Namespace) -> str:
@@ -155,8 +162,14 @@ def _make_run(stage: Stage, args: argparse.Namespace) -> str:
 
 def _environment() -> dict[str, str]:
     """One thread a process: many processes share few cores here."""
-    return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 # --- during -------------------------------------------------------------------------------------------------------
@@ -171,8 +184,10 @@ def _start_everything(stage: Stage, fleet: Any, args: argparse.Namespace) -> Non
         return str(run_dir / "nodes" / name)
 
     def join(name: str, role: str, *more: str) -> None:
-        fleet.start(name, [_script("node"), "join", "--role", role, "--run", join_file, "--home", home(name),
-                           "--name", name, *more])
+        fleet.start(
+            name,
+            [_script("node"), "join", "--role", role, "--run", join_file, "--home", home(name), "--name", name, *more],
+        )
 
     fleet.start("coordinator", [_script("trainer"), "serve", config])
     fleet.start("learner", [_script("trainer"), "learn", config])
@@ -184,8 +199,9 @@ def _start_everything(stage: Stage, fleet: Any, args: argparse.Namespace) -> Non
         join(f"node-{number}", "inference")
     for kind, (_, log) in stage.cheats.items():
         socket = str(run_dir / "nodes" / kind / "engine.sock")
-        fleet.start(f"{kind}-engine", [sys.executable, str(_programs() / f"{kind}.py"), "--socket", socket,
-                                       "--truth", str(log)])
+        fleet.start(
+            f"{kind}-engine", [sys.executable, str(_programs() / f"{kind}.py"), "--socket", socket, "--truth", str(log)]
+        )
         join(kind, "inference", "--engine-socket", socket)
 
 
@@ -201,8 +217,12 @@ def _watch(stage: Stage, fleet: Any, view: Any, begun: float, stops: list[int]) 
     """Look on until the run has finished, somebody interrupts, or nothing moves any more."""
     from trainer.view import Picture, take_picture
 
-    picture = Picture(f"headwater demo: {stage.model}", steps=stage.steps,
-                      labels={key.hex(): kind for kind, (key, _) in stage.cheats.items()}, notes=stage.notes)
+    picture = Picture(
+        f"headwater demo: {stage.model}",
+        steps=stage.steps,
+        labels={key.hex(): kind for kind, (key, _) in stage.cheats.items()},
+        notes=stage.notes,
+    )
     moved, last, measured = begun, (-1, -1), 0.0
     while not stops:
         now = time.monotonic()
@@ -216,8 +236,10 @@ def _watch(stage: Stage, fleet: Any, view: Any, begun: float, stops: list[int]) 
                 view.show(take_picture(stage.run_dir, picture))
                 return True
             expected = child.exit_code == 0
-            stage.notes.append(f"{child.name} ended (exit code {child.exit_code}; log: {child.log})"
-                               + ("" if expected else f"; bring it back with: {fleet.restart_command(child)}"))
+            stage.notes.append(
+                f"{child.name} ended (exit code {child.exit_code}; log: {child.log})"
+                + ("" if expected else f"; bring it back with: {fleet.restart_command(child)}")
+            )
         if _coordinator_finished(stage.run_dir):
             view.show(take_picture(stage.run_dir, picture))
             return True
@@ -270,5 +292,3 @@ def _conclude(stage: Stage, fleet: Any, finished: bool, seconds: float) -> int:
         sys.stderr.write("\n".join([*stage.notes[-5:], "the run did not finish"]) + "\n")
         return 1
     return 0
-
-

@@ -59,7 +59,7 @@ def read_state(run_dir: Path) -> tuple[Run, RunState]:
     """The run and the fold over its sealed ledger."""
     run = open_manifest((run_dir / "manifest.hw").read_bytes())
     log = read_segments(run_dir / "ledger", run)
-    return run, fold((sealed.index, sealed.entry) for sealed in log.entries)
+    return run, fold(sealed.entry for sealed in log.entries)
 
 
 def summarise(run_dir: Path, witness: Witness | None = None) -> dict[str, Any]:
@@ -88,9 +88,7 @@ def summarise(run_dir: Path, witness: Witness | None = None) -> dict[str, Any]:
         ),
         "honest_verified": sum(len(s.outcomes) for s in honest if s.verdicts),
         "honest_rejected": sum(_rejections(s) for s in honest),
-        "cheats": {
-            kind: _fate(run_dir, state, key, log) for kind, (key, log) in sorted(witness.cheats.items())
-        },
+        "cheats": {kind: _fate(run_dir, state, key, log) for kind, (key, log) in sorted(witness.cheats.items())},
         "bytes_full": full,
         "bytes_sent": sent,
         "http_fallbacks": int(status.get("http_fallbacks", 0)),

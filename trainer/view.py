@@ -80,8 +80,15 @@ def curve(values: list[float], width: int, height: int) -> list[str]:
 
 def _nodes_table(picture: Picture) -> Table:
     table = Table(expand=True, box=None, header_style="bold", pad_edge=False)
-    for name, justify in (("node", "left"), ("role", "left"), ("state", "left"), ("policy", "right"),
-                          ("accepted", "right"), ("rejected", "right"), ("why", "left")):
+    for name, justify in (
+        ("node", "left"),
+        ("role", "left"),
+        ("state", "left"),
+        ("policy", "right"),
+        ("accepted", "right"),
+        ("rejected", "right"),
+        ("why", "left"),
+    ):
         table.add_column(name, justify=justify, no_wrap=name != "why")  # type: ignore[arg-type]
     order = {"inference": 0, "validator": 1, "relay": 2}
     nodes = sorted(picture.status.get("nodes", []), key=lambda n: (order.get(n["role"], 9), n["name"]))
@@ -110,8 +117,10 @@ def render(picture: Picture, width: int) -> Panel:
         begun = float(picture.rows[0].get("time", 0.0))
         pace = (float(picture.rows[-1].get("time", begun)) - begun) / max(1, picture.step - 1)
         head.append(f"   about {pace * (picture.steps - picture.step):.0f} s left")
-    head.append(f"   rollouts: {rollouts.get('accepted', 0)} accepted, {rollouts.get('rejected', 0)} rejected, "
-                f"{rollouts.get('pending', 0)} being checked")
+    head.append(
+        f"   rollouts: {rollouts.get('accepted', 0)} accepted, {rollouts.get('rejected', 0)} rejected, "
+        f"{rollouts.get('pending', 0)} being checked"
+    )
     parts: list[Any] = [head]
     if picture.sft and not picture.rows:
         parts.append(Text(f"stage one, SFT: step {picture.sft.get('step')}, loss {picture.sft.get('loss', 0):.3f}"))
@@ -176,8 +185,11 @@ class View:
             self._printed_step = picture.step
             reward = f"{picture.reward:.2f}" if picture.reward is not None else "-"
             rollouts = picture.status.get("rollouts", {})
-            self._say(picture, f"step {picture.step}/{picture.steps}  reward {reward}  accepted "
-                               f"{rollouts.get('accepted', 0)}  rejected {rollouts.get('rejected', 0)}")
+            self._say(
+                picture,
+                f"step {picture.step}/{picture.steps}  reward {reward}  accepted "
+                f"{rollouts.get('accepted', 0)}  rejected {rollouts.get('rejected', 0)}",
+            )
 
     def _say(self, picture: Picture, text: str) -> None:
         sys.stdout.write(f"[{picture.seconds:6.1f} s] {text}\n")
@@ -188,18 +200,24 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """The end of a demo for a person: what happened, each deceiver's fate, and three commands to try next."""
     console = Console()
     console.print()
-    console.print(f"[bold]{summary['steps']} steps in {summary['seconds']:.0f} s[/]; reward "
-                  f"{summary['reward_first']:.2f} -> [bold green]{summary['reward_last']:.2f}[/]")
-    console.print(f"{summary['honest_verified']} rollouts of honest nodes were checked, {summary['honest_rejected']} of "
-                  f"them rejected; {summary['rollouts_accepted']} rollouts were learned from or ready to be")
+    console.print(
+        f"[bold]{summary['steps']} steps in {summary['seconds']:.0f} s[/]; reward "
+        f"{summary['reward_first']:.2f} -> [bold green]{summary['reward_last']:.2f}[/]"
+    )
+    console.print(
+        f"{summary['honest_verified']} rollouts of honest nodes were checked, {summary['honest_rejected']} of "
+        f"them rejected; {summary['rollouts_accepted']} rollouts were learned from or ready to be"
+    )
     for kind, fate in summary["cheats"].items():
         after = fate["first_caught_after_tokens"]
-        console.print(f"[bold]{kind}[/]: {fate['submitted']} rollouts, {fate['dishonest']} of them dishonest, "
-                      f"{fate['caught']} caught (the first after {after} tokens); the node is {fate['node_state']}")
-    console.print(f"weights sent: {summary['bytes_sent'] / 2**20:.1f} MiB; peak memory {summary['peak_pss_mib']:.0f} MiB")
+        console.print(
+            f"[bold]{kind}[/]: {fate['submitted']} rollouts, {fate['dishonest']} of them dishonest, "
+            f"{fate['caught']} caught (the first after {after} tokens); the node is {fate['node_state']}"
+        )
+    console.print(
+        f"weights sent: {summary['bytes_sent'] / 2**20:.1f} MiB; peak memory {summary['peak_pss_mib']:.0f} MiB"
+    )
     console.print("\nNext:")
     console.print(f"  verifier audit {run_dir}            check every claim of this run from its files alone")
     console.print("  verifier explain token-not-forced   what a rejection means")
     console.print(f"  trainer status {run_dir}            every node and what became of it")
-
-
