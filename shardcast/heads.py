@@ -20,7 +20,7 @@ from shardcast.publication import Key
 from shardcast.records import Head
 
 EVIDENCE_NAME = "fork-evidence.hw"
-_MAX_SEEN_BYTES = 16 * REMEMBERED_ROOTS * 128
+_MAX_SEEN_BYTES = 16 * REMEMBERED_ROOTS * 4096
 
 
 def publication_name(key: Key) -> str:
@@ -52,7 +52,8 @@ def replace_file(path: Path, data: bytes) -> None:
 class SeenHeads:
     """The highest (epoch, step) seen with its root, and the roots of the last steps, in `seen.log`.
 
-    One line `epoch step root` per head, appended in a single write; a line cut short by a crash is ignored.
+    One line `epoch step root envelope` per head, appended in a single write; a line cut short by a crash is ignored.
+    The envelopes are kept so that a fork can be proven to others.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,6 +67,7 @@ class SeenHeads:
         self._path = folder / "seen.log"
         self._evidence = folder / EVIDENCE_NAME
         self._roots: dict[Key, bytes] = {}
+        self._heads: dict[Key, bytes] = {}
         self._lines = 0
         if self._evidence.exists():
             raise ForkError(
@@ -81,16 +83,16 @@ class SeenHeads:
 
     def _load(self, line: str) -> None:
         try:
-            epoch, step, root = line.split()
-            key, value = (int(epoch), int(step)), bytes.fromhex(root)
+            epoch, step, root, head = line.split()
+            key = (int(epoch), int(step))
+            self._roots[key], self._heads[key] = bytes.fromhex(root), bytes.fromhex(head)
         except ValueError as exc:
             raise StoreError(f"{self._path} is damaged; delete it, and the newest head is trusted once") from exc
-        self._roots[key] = value
 
     def _write_all(self) -> None:
         for old in sorted(self._roots)[:-REMEMBERED_ROOTS]:
-            del self._roots[old]
-        replace_file(self._path, "".join(map(_line, sorted(self._roots.items()))).encode())
+            del self._roots[old], self._heads[old]
+        replace_file(self._path, "".join(map(self._line, sorted(self._roots))).encode())
         self._lines = len(self._roots)
 
     @property
@@ -116,25 +118,23 @@ class SeenHeads:
             )
         if key in self._roots:
             return
-        self._roots[key] = head.root
+        self._roots[key], self._heads[key] = head.root, envelope.raw
         if self._lines >= 8 * REMEMBERED_ROOTS:
             self._write_all()
         else:
             with self._path.open("ab", buffering=0) as log:
-                log.write(_line((key, head.root)).encode())
+                log.write(self._line(key).encode())
             self._lines += 1
 
     def check_root(self, key: Key, root: bytes, evidence: bytes) -> None:
         """Raise ForkError if another root was seen at `key`."""
         known = self._roots.get(key)
         if known is not None and known != root:
-            raise ForkError(f"two roots were signed for {publication_name(key)}", (evidence,))
+            raise ForkError(f"two roots were signed for {publication_name(key)}", (self._heads[key], evidence))
 
     def record_fork(self, frames: bytes) -> None:
         """Keep the evidence; from now on this folder refuses to be used."""
         replace_file(self._evidence, frames)
 
-
-def _line(row: tuple[Key, bytes]) -> str:
-    (epoch, step), root = row
-    return f"{epoch} {step} {root.hex()}\n"
+    def _line(self, key: Key) -> str:
+        return f"{key[0]} {key[1]} {self._roots[key].hex()} {self._heads[key].hex()}\n"

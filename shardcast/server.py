@@ -146,9 +146,9 @@ class WeightsServer:
         host, port = parse_listen(self._listen)
         # An idle connection is one without a whole request header, so this timeout is also the header's deadline.
         server = _CappedServer(self._handle, keepalive_timeout=HEADER_DEADLINE_S, access_log=None, lingering_time=1.0)
-        runner = web.ServerRunner(server)
+        runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, host, port, shutdown_timeout=1.0)
+        site = web.TCPSite(runner, host, port)
         try:
             await site.start()
         except OSError as exc:

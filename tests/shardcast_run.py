@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import numpy as np
+from aiohttp import web
 from blake3 import blake3
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from protocol.envelope import seal
 from protocol.identity import Identity
@@ -27,6 +31,9 @@ from protocol.manifest import (
     run_id_of,
 )
 from shardcast.layout import layout_hash, make_layout
+from shardcast.origin import Origin
+from shardcast.puller import Policy, Puller
+from shardcast.relay import RelayServer
 
 SMALL_SHAPES = {"embed.weight": (64, 32), "layers.0.weight": (32, 32), "norm.weight": (32,)}
 """A model of one small shard."""
@@ -106,5 +113,83 @@ def write_checkpoint(
     }
     aside = folder / ".checkpoint.part"
     aside.write_text(json.dumps(table))
-    os.replace(aside, folder / "checkpoint.json")
+    aside.replace(folder / "checkpoint.json")
     return folder
+
+
+@asynccontextmanager
+async def publishing(made: MadeRun) -> AsyncIterator[Origin]:
+    """A real origin that publishes in the background."""
+    origin = Origin(made.directory, identity=made.origin)
+    await origin.start()
+    task = asyncio.create_task(origin.run_forever())
+    try:
+        yield origin
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await origin.close()
+
+
+@asynccontextmanager
+async def relaying(made: MadeRun, sources: list[str], store: Path, keep: int = 8) -> AsyncIterator[RelayServer]:
+    """A real relay that follows in the background."""
+    relay = RelayServer(made.run, sources, "127.0.0.1:0", store, Identity.generate(), keep=keep)
+    await relay.start()
+    task = asyncio.create_task(relay.run_forever())
+    try:
+        yield relay
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await relay.close()
+
+
+@asynccontextmanager
+async def pulling(made: MadeRun, sources: list[str], store: Path, keep: int = 4) -> AsyncIterator[Puller]:
+    """A real puller that follows in the background."""
+    puller = Puller(made.run, lambda: sources, store, keep=keep)
+    task = asyncio.create_task(puller.run_forever())
+    try:
+        yield puller
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+Change = Callable[[str, int, bytes], tuple[int, bytes] | None]
+"""(path after /v1/RUN/, status, body) -> what is answered instead; None hangs up without an answer."""
+
+
+@asynccontextmanager
+async def lying(upstream: str, change: Change) -> AsyncIterator[str]:
+    """A real HTTP server that forwards to `upstream` and changes the answers."""
+    async with aiohttp.ClientSession() as session:
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            async with session.get(f"{upstream}{request.path_qs}") as response:
+                status, body = response.status, await response.read()
+            answer = change(request.path.split("/", 3)[3], status, body)
+            if answer is None:
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+            return web.Response(status=answer[0], body=answer[1])
+
+        app = web.Application()
+        app.router.add_get("/{tail:.*}", handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+def holds(policy: Policy, shapes: dict[str, tuple[int, ...]], seed: int) -> bool:
+    """Whether a policy directory loads to exactly the weights that were written."""
+    loaded = load_file(policy.directory / "model.safetensors")
+    wanted = weights(shapes, seed)
+    return loaded.keys() == wanted.keys() and all(np.array_equal(loaded[name], wanted[name]) for name in wanted)
