@@ -21,10 +21,8 @@ from protocol.errors import UsageError
 class EventLog:
     """Where events and sentences go."""
 
-    def __init__(self, *, as_json: bool = False, file: Path | None = None, quiet: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, file: Path | None = None) -> None:
         self._json = as_json
-        self._human = not as_json and not quiet
-        self._terminal = self._human and sys.stdout.isatty()
         self._on_line = False
         self._status = ""
         self._sink: TextIO | None = None
@@ -36,6 +34,9 @@ class EventLog:
                 raise UsageError(f"the log file {file} can't be written ({exc}); give another --log") from exc
         elif not as_json and not sys.stderr.isatty():
             self._sink = sys.stderr
+        # Sentences would only clutter a service's log that has the events already.
+        self._human = not as_json and (sys.stdout.isatty() or self._sink is not sys.stderr)
+        self._terminal = self._human and sys.stdout.isatty()
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Record one event. Bytes are shown in hex."""

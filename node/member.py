@@ -26,7 +26,7 @@ from protocol.files import write_atomic
 from protocol.identity import Identity
 from protocol.limits import PROTOCOL_VERSION, REQUEST_DEADLINE_S
 from protocol.manifest import Run
-from protocol.records import Heartbeat, HeartbeatReply, JoinReply, JoinRequest
+from protocol.records import Heartbeat, HeartbeatReply, JoinReply, JoinRequest, LeaseReply, LeaseRequest
 
 R = TypeVar("R")
 
@@ -149,9 +149,9 @@ class Member:
             SuspendedError: it takes nothing more from us.
         """
         if state != self.state:
-            self.log.event("state", state=state, reason=reason)
+            self.log.event("state", state=state, reason=reason if state in ("paused", "suspended") else "")
             if state == "paused":
-                self.log.say(f"the coordinator gives no new leases for now: {reason}")
+                self.log.say(f"the coordinator gives no new leases for now: {reason or 'rollouts are being checked'}")
             elif state == "active" and self.state in ("probation", "paused"):
                 self.log.say("this node is now active")
             self.state = state
@@ -198,10 +198,22 @@ class Member:
                 self.weights = list(reply.weights)
             self.newest_step = reply.step
             self._show()
+            if reply.state == "suspended":
+                self.enter(reply.state, await self._why_suspended())
             self.enter(reply.state, "")
             if reply.finished:
                 raise RunFinishedError("the run is finished; thank you")
             await asyncio.sleep(max(0.05, self._heartbeat_s - (time.monotonic() - started)))
+
+    async def _why_suspended(self) -> str:
+        """The reason, which a heartbeat's answer has no room for; empty if it can't be had now."""
+        if self.role != "inference":
+            return ""
+        request = LeaseRequest(capacity=1, epoch=self.policy[0], step=self.policy[1], wait_ms=0)
+        try:
+            return (await self.control.call("lease.next", request, LeaseReply, deadline_s=5.0)).reason
+        except ProtocolError as exc:
+            return str(exc)
 
     def _show(self) -> None:
         picture = {
