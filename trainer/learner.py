@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -261,14 +262,18 @@ def sole_learner(run_dir: Path) -> Iterator[None]:
 def watch_signals() -> threading.Event:
     """Set the returned event on SIGTERM or SIGINT, and end the process `STOP_GRACE_S` later if it still runs.
 
-    A thread waits for the signals: a Python handler would only run after the tensor operation in hand.
+    A thread is told by the interpreter's wakeup descriptor: a Python handler alone would only run after the tensor
+    operation in hand. Call it from the main thread.
     """
     stopping = threading.Event()
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    signal.set_wakeup_fd(tell.detach())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
 
     def watch() -> None:
-        received = signal.sigwait(signals)
+        received = told.recv(1)[0]
         stopping.set()
         time.sleep(STOP_GRACE_S)
         os._exit(128 + received)

@@ -26,6 +26,11 @@ MICRO_BATCH_VALUES = 1 << 23
 """Bound on padded tokens x hidden size x layers of one forward pass: about 1.5 GB of activations. More batches give the
 same gradient up to rounding; changing it changes the low bits of every weight."""
 
+NOTHING_LEARNED: dict[str, Any] = dict.fromkeys(
+    ("loss", "entropy", "masked_share", "ratio_max", "mismatch_kl", "effective_sample_size", "grad_norm")
+) | {"update_skipped": False}
+"""The row of a batch in which no group had variance: every row has the same keys."""
+
 
 @dataclass
 class Policy:
@@ -115,8 +120,10 @@ class Policy:
             "learning_rate": self._set_rate(),
             **metrics.staleness_statistics(s.staleness for s in sequences),
         }
-        row |= self._gradient(chosen, row["tokens"]) if chosen else {"loss": None}
-        row["dropped_non_finite"] += row.pop("dropped_in_forward", 0)
+        row |= NOTHING_LEARNED
+        if chosen:
+            row |= self._gradient(chosen, row["tokens"])
+            row["dropped_non_finite"] += row.pop("dropped_in_forward")
         if row["loss"] is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.named.values(), self.settings.grad_norm)
             row["grad_norm"] = float(norm)
@@ -154,7 +161,7 @@ class Policy:
             masked_N = two_sided_masked(logprobs_N, behaviour_N, advantages_N, **region)
             parts.append((logprobs_N.detach(), behaviour_N, entropy_N, masked_N))
         if not parts:
-            return {"loss": None, "dropped_in_forward": dropped}
+            return {"dropped_in_forward": dropped}
         logprobs_N, behaviour_N, entropy_N, masked_N = (torch.cat(column) for column in zip(*parts, strict=True))
         return {
             "loss": total,
