@@ -107,7 +107,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         notes["coordinator back after"] = _await(
             "steps after the restart", lambda: int(_status(run_dir).get("step", 0)) > at_kill + 2, 60
         )
-        (host,) = _pids_of(run, ("protocol.hostd", str(run_dir / "state")))
+        (host,) = _pids_of(run, ("protocol.hostd", "coordinator-transport.pem"))
         before = int(_status(run_dir)["step"])
         os.kill(host, signal.SIGKILL)
         notes["host back after"] = _await(
