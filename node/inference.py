@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
-from shardcast.puller import Policy, Puller
 
 from environments.base import Environment
 from node.backoff import Backoff
 from node.engine_link import EngineLink
-from node.errors import LeavingError, UpgradeRequiredError
+from node.errors import LeavingError, NodeError, UpgradeRequiredError
 from node.log import EventLog
 from node.member import Member
 from node.upload import Uploader, UploadRefusedError, compress, settle
@@ -30,6 +29,7 @@ from protocol.errors import EngineError, HeadwaterError, ProtocolError, ReasonCo
 from protocol.limits import MAX_ROLLOUTS_PER_LEASE
 from protocol.records import FINISH_EOS, Ack, Lease, LeaseFailed, LeaseReply, LeaseRequest, Rollout, Submission
 from protocol.seeds import sampling_seed
+from shardcast.puller import Policy, Puller
 
 LEASE_WAIT_MS = 20_000
 """How long the coordinator may hold a lease request open."""
@@ -221,7 +221,7 @@ class InferenceNode:
             submission = self._score(work, outputs)
             blob = compress(submission)
             if len(blob) > lease.max_bytes:
-                raise EngineError(f"the submission has {len(blob)} bytes, the lease allows {lease.max_bytes}")
+                raise NodeError(f"the submission has {len(blob)} bytes, the lease allows {lease.max_bytes}")
         except HeadwaterError as exc:
             if isinstance(exc, LeavingError):
                 raise
@@ -246,12 +246,9 @@ class InferenceNode:
     async def _policy_of(self, work: Work) -> Policy:
         """The policy the lease names, pulled if need be and loaded into the engine."""
         lease = work.lease
-        policy = self._puller.current
-        if policy is None or policy.root != lease.root:
-            self._member.activity = f"pulling policy {lease.step}"
-            policy = await self._puller.fetch(
-                lease.epoch, lease.step, lease.root, min(FETCH_DEADLINE_S, max(1.0, work.remaining_s))
-            )
+        self._member.activity = f"getting policy {lease.step}"
+        patience_s = min(FETCH_DEADLINE_S, max(1.0, work.remaining_s))
+        policy = await self._puller.fetch(lease.epoch, lease.step, lease.root, patience_s)
         if (policy.epoch, policy.step) > self._member.policy:
             self._hold(policy)
         await self._engine.load(policy.directory, policy.epoch, policy.step, policy.root)

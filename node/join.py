@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,12 @@ from shardcast.puller import Puller
 
 FIND_DEADLINE_S = 180.0
 """How long a first contact is tried. A run that starts at the same moment as its nodes needs most of a minute."""
+
+RUN_MARK = "HEADWATER_RUN"
+"""Environment variable that says which run a child process works for. Nothing reads it but people and supervisors."""
+
+HOST_DEADLINE_S = 150.0
+"""Importing libp2p on a slow machine that starts many processes at once takes over a minute."""
 
 STOP_DEADLINE_S = 1.9
 """After SIGTERM or Ctrl-C the process is gone within this long; its children end with it."""
@@ -149,7 +156,10 @@ async def _until_stopped(options: JoinOptions, target: Target, home: Home, log: 
         await work
         return 0
     log.event("stopping", reason="signal")
-    loop.call_later(STOP_DEADLINE_S, os._exit, 0)  # the promise to the person, even if a peer does not let go
+    # The promise to the person, even if a peer or a thread in a long prefill does not let go.
+    last_resort = threading.Timer(STOP_DEADLINE_S, os._exit, (0,))
+    last_resort.daemon = True
+    last_resort.start()
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await work
@@ -162,11 +172,14 @@ async def _take_part(options: JoinOptions, target: Target, home: Home, log: Even
     """Join and work. Raises LeavingError when it is over."""
     async with contextlib.AsyncExitStack() as stack:
         identity = home.identity()
+        if target.run is not None:
+            os.environ[RUN_MARK] = target.run.hex()
         host = HostProcess(home=home.path, key=home.transport_key, listen=None)
         stack.push_async_callback(host.close)
-        await host.start()
+        await host.start(HOST_DEADLINE_S)
         run = await find_run(target, host, home, log)
         confirm(run, target, options, identity, log)
+        os.environ[RUN_MARK] = run.id.hex()
         part = home.run(run.id)
         session = await stack.enter_async_context(aiohttp.ClientSession(trust_env=False))
         sequences, clock = Sequences(part.sequences), Clock()

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 import aiohttp
 import torch
 from blake3 import blake3
-from shardcast.puller import Policy, Puller
 
 from environments.base import Environment
 from node.backoff import Backoff
@@ -40,6 +39,7 @@ from protocol.records import (
     RolloutDetail,
     Verdict,
 )
+from shardcast.puller import Policy, Puller
 from verifier.judge import Judgement, judge_upload
 from verifier.model import PolicyModel, load_policy
 
@@ -185,9 +185,6 @@ class ValidatorNode:
         )
 
     async def _policy_of(self, lease: Lease) -> Policy:
-        current = self._puller.current
-        if current is not None and current.root == lease.root:
-            return current
         return await self._puller.fetch(lease.epoch, lease.step, lease.root, FETCH_POLICY_S)
 
     async def _fetch(self, job: Job) -> bytes:

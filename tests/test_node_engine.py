@@ -89,8 +89,17 @@ class Engine:
             self.process.kill()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One engine process for the tests that leave it standing: starting one costs seconds."""
+    started = Engine(tmp_path_factory.mktemp("engine"), "-m", "node.engine")
+    yield started
+    assert started.stop() == 0
+
+
 @pytest.fixture
 def engine(tmp_path):
+    """An engine process that the test may end."""
     started = Engine(tmp_path, "-m", "node.engine")
     yield started
     started.stop()
@@ -217,8 +226,8 @@ def test_tokens_travel_as_little_endian_words():
 # --- the process --------------------------------------------------------------------------------------------------
 
 
-async def test_an_honest_lease_is_accepted_by_the_judge(engine, run, policy):
-    client = await engine.connect()
+async def test_an_honest_lease_is_accepted_by_the_judge(shared, run, policy):
+    client = await shared.connect()
     info = await client.call("info", InfoRequest(), EngineInfo, 30)
     assert info.profile == "fp32" and info.capacity >= 32
     await load(client)
@@ -228,8 +237,8 @@ async def test_an_honest_lease_is_accepted_by_the_judge(engine, run, policy):
         assert [(o.outcome, o.reason) for o in judgement.outcomes] == [(ACCEPT, "holds")] * 32
 
 
-async def test_the_same_lease_gives_the_same_rollouts_whatever_the_batch(engine, run, policy):
-    client = await engine.connect()
+async def test_the_same_lease_gives_the_same_rollouts_whatever_the_batch(shared, run, policy):
+    client = await shared.connect()
     await load(client)
     request = request_for(run, make_lease(run, 3), policy.tokenizer)
     together = await client.call("generate", request, Generated, 60)
@@ -239,8 +248,8 @@ async def test_the_same_lease_gives_the_same_rollouts_whatever_the_batch(engine,
         assert alone.outputs[0].text == together.outputs[index].text
 
 
-async def test_bad_requests_are_refused_with_a_reason_and_the_engine_lives_on(engine, run, policy):
-    client = await engine.connect()
+async def test_bad_requests_are_refused_with_a_reason_and_the_engine_lives_on(shared, run, policy):
+    client = await shared.connect()
     good = request_for(run, make_lease(run, 4, tasks=1, samples=1), policy.tokenizer)
     item = good.items[0]
 
@@ -249,7 +258,6 @@ async def test_bad_requests_are_refused_with_a_reason_and_the_engine_lives_on(en
             await client.call("generate", request, Generated, 30)
         return caught.value.code
 
-    assert await refused(good) == ReasonCode.WRONG_POLICY  # nothing is loaded yet
     await load(client)
     assert await refused(replace(good, root=b"x" * 32)) == ReasonCode.WRONG_POLICY
     for wrong in (
@@ -266,8 +274,8 @@ async def test_bad_requests_are_refused_with_a_reason_and_the_engine_lives_on(en
     assert len((await client.call("generate", good, Generated, 30)).outputs) == 1
 
 
-async def test_a_failed_load_leaves_no_policy_behind(engine, run, policy, tmp_path):
-    client = await engine.connect()
+async def test_a_failed_load_leaves_no_policy_behind(shared, run, policy, tmp_path):
+    client = await shared.connect()
     await load(client)
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -284,13 +292,13 @@ async def test_a_failed_load_leaves_no_policy_behind(engine, run, policy, tmp_pa
     assert await client.call("generate", good, Generated, 30)
 
 
-async def test_garbage_closes_one_connection_and_others_never_notice(engine):
-    _, writer = await asyncio.open_unix_connection(str(await socket_of(engine)))
+async def test_garbage_closes_one_connection_and_others_never_notice(shared):
+    _, writer = await asyncio.open_unix_connection(str(await socket_of(shared)))
     writer.write(b"\xff" * 64)
-    reader2, writer2 = await asyncio.open_unix_connection(str(engine.socket))
+    reader2, writer2 = await asyncio.open_unix_connection(str(shared.socket))
     writer2.write(b"\x00\x00\x00\x05\x04load")
     assert b"malformed" in await asyncio.wait_for(reader2.read(4096), 10)
-    client = await engine.connect()
+    client = await shared.connect()
     assert await client.call("info", InfoRequest(), EngineInfo, 30)
     writer.close()
     writer2.close()
@@ -302,12 +310,17 @@ async def socket_of(engine: Engine) -> Path:
     return engine.socket
 
 
-async def test_the_socket_is_private_survives_reconnects_and_goes_with_sigterm(engine):
+async def test_the_socket_is_private_survives_reconnects_and_goes_with_sigterm(engine, run, policy):
+    client = await engine.connect()
+    with pytest.raises(EngineError) as caught:
+        await client.call("generate", request_for(run, make_lease(run, 4), policy.tokenizer), Generated, 30)
+    assert caught.value.code == ReasonCode.WRONG_POLICY  # nothing is loaded yet
+    await client.close()
     for _ in range(3):
         client = await engine.connect()
         assert await client.call("info", InfoRequest(), EngineInfo, 30)
         await client.close()
-    assert stat.S_IMODE(os.stat(engine.socket).st_mode) == 0o600
+    assert stat.S_IMODE(engine.socket.stat().st_mode) == 0o600
     second = subprocess.run(
         [sys.executable, "-m", "node.engine", "--socket", str(engine.socket)],
         capture_output=True,
@@ -317,7 +330,7 @@ async def test_the_socket_is_private_survives_reconnects_and_goes_with_sigterm(e
     assert second.returncode == 2 and "another engine" in second.stderr
     assert await (await engine.connect()).call("info", InfoRequest(), EngineInfo, 30)
     engine.process.send_signal(signal.SIGTERM)
-    assert engine.process.wait(2) == 0
+    assert engine.process.wait(10) == 0
     assert not engine.socket.exists()
 
 
@@ -329,20 +342,20 @@ async def test_sigterm_ends_it_in_the_middle_of_a_generation(engine):
     await asyncio.sleep(1.0)
     assert not waiting.done()
     engine.process.send_signal(signal.SIGTERM)
-    assert engine.process.wait(2.5) == 0
+    assert engine.process.wait(10) == 0
     with pytest.raises(EngineError):
         await waiting
 
 
-async def test_a_closed_connection_cancels_its_generation(engine):
-    client = await engine.connect()
+async def test_a_closed_connection_cancels_its_generation(shared):
+    client = await shared.connect()
     await load(client)
     items = tuple(GenerateItem(f"x:{i}:0", write_tokens((4, 5)), os.urandom(32), 250) for i in range(1000))
     with pytest.raises(EngineError) as caught:
         await client.call("generate", GenerateRequest(ROOT_HASH, 1.0, (), items), Generated, 0.5)
     assert caught.value.code == ReasonCode.DEADLINE
     await client.close()
-    other = await engine.connect()
+    other = await shared.connect()
     assert await other.call("info", InfoRequest(), EngineInfo, 10)  # not queued behind minutes of dead work
 
 
@@ -359,12 +372,12 @@ def test_the_engine_dies_with_its_parent(tmp_path):
         asyncio.run(_until_connected(tmp_path / "e.sock"))
         parent.kill()
         parent.wait(5)
-        for _ in range(40):
+        for _ in range(200):
             if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
                 return
             asyncio.run(asyncio.sleep(0.05))
         os.kill(child, signal.SIGKILL)
-        pytest.fail("the engine outlived its parent by 2 s")
+        pytest.fail("the engine outlived its parent by 10 s")
     finally:
         parent.kill()
         parent.stdout.close()

