@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+import pytest
 from aiohttp import web
 from blake3 import blake3
 from safetensors.numpy import load_file, save_file
@@ -34,6 +35,9 @@ from shardcast.layout import layout_hash, make_layout
 from shardcast.origin import Origin
 from shardcast.puller import Policy, Puller
 from shardcast.relay import RelayServer
+
+WAIT_S = 60.0
+"""Deadline of every wait in these tests."""
 
 SMALL_SHAPES = {"embed.weight": (64, 32), "layers.0.weight": (32, 32), "norm.weight": (32,)}
 """A model of one small shard."""
@@ -193,3 +197,13 @@ def holds(policy: Policy, shapes: dict[str, tuple[int, ...]], seed: int) -> bool
     loaded = load_file(policy.directory / "model.safetensors")
     wanted = weights(shapes, seed)
     return loaded.keys() == wanted.keys() and all(np.array_equal(loaded[name], wanted[name]) for name in wanted)
+
+
+async def until(what: Callable[[], bool], name: str) -> None:
+    """Wait for a condition of this process, with a deadline."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not what():
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"{name} did not happen within {WAIT_S} s")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,20 +13,19 @@ import pytest
 from blake3 import blake3
 
 from protocol.envelope import open_envelope
-from protocol.errors import ReasonCode, TransportError, UsageError
-from protocol.identity import Identity
+from protocol.errors import ReasonCode, TransportError
 from protocol.limits import SHARD_BYTES
-from shardcast.errors import ForkError, LayoutError, PublicationError, PublishError, SourceError
+from shardcast.errors import ForkError, PublicationError, SourceError
 from shardcast.layout import root_of_safetensors
 from shardcast.origin import Origin
 from shardcast.publication import pack_frames, split_frames
 from shardcast.puller import Puller
-from shardcast.records import CHALLENGE_KIND, HEAD_KIND, MANIFEST_KIND, Challenge, Head, PublicationManifest
-from shardcast.server import wall_clock_ms
+from shardcast.records import HEAD_KIND, MANIFEST_KIND, Head, PublicationManifest
 from shardcast.source import Source, new_session
 from shardcast.store import published_heads
 from tests.shardcast_run import (
     SMALL_SHAPES,
+    WAIT_S,
     WIDE_SHAPES,
     MadeRun,
     holds,
@@ -37,10 +34,9 @@ from tests.shardcast_run import (
     publishing,
     pulling,
     relaying,
+    until,
     write_checkpoint,
 )
-
-WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -51,16 +47,6 @@ def small(tmp_path: Path) -> MadeRun:
 @pytest.fixture
 def wide(tmp_path: Path) -> MadeRun:
     return make_run(tmp_path / "run", WIDE_SHAPES)
-
-
-async def until(what: Callable[[], bool], name: str) -> None:
-    """Wait for a condition of this process, with a deadline."""
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not what():
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        pytest.fail(f"{name} did not happen within {WAIT_S} s")
 
 
 async def test_weights_flow_from_learner_through_relay_to_pullers(small: MadeRun, tmp_path: Path) -> None:
@@ -438,265 +424,6 @@ async def test_a_source_that_stalls_is_left_after_seconds(
             await Source(session, address, small.run.id).shard((0, 0), record, lambda *_: None)  # type: ignore[arg-type]
     assert caught.value.code == ReasonCode.TOO_SLOW
     server.close()
-
-
-# --- the origin -------------------------------------------------------------------------------------------------------
-
-
-async def test_a_half_written_checkpoint_is_not_published(small: MadeRun, tmp_path: Path) -> None:
-    folder = write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    text = (folder / "checkpoint.json").read_text()
-    (folder / "checkpoint.json").unlink()
-    origin = Origin(small.directory, identity=small.origin)
-    assert await origin.publish_ready() == 0
-    (folder / "checkpoint.json").write_text(text)
-    assert await origin.publish_ready() == 1
-    assert await origin.publish_ready() == 0
-    await origin.close()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"epoch": 0, "step": 0, "files": {"model.safetensors": 3}}'])
-async def test_a_malformed_checkpoint_json_is_refused(small: MadeRun, text: str) -> None:
-    folder = write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    (folder / "checkpoint.json").write_text(text)
-    origin = Origin(small.directory, identity=small.origin)
-    with pytest.raises(PublishError, match=r"checkpoint\.json"):
-        await origin.publish_ready()
-    await origin.close()
-
-
-async def test_weights_that_are_not_the_ones_named_are_never_announced(small: MadeRun) -> None:
-    folder = write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
-    origin = Origin(small.directory, identity=small.origin)
-    with pytest.raises(PublishError, match="changed or damaged"):
-        await origin.publish_ready()
-    assert origin.store.keys == []
-    assert origin.store.head is None
-    await origin.close()
-
-
-async def test_weights_of_another_shape_are_refused(small: MadeRun) -> None:
-    write_checkpoint(small.directory, 0, 0, {**SMALL_SHAPES, "norm.weight": (33,)}, seed=0)
-    origin = Origin(small.directory, identity=small.origin)
-    with pytest.raises(LayoutError):
-        await origin.publish_ready()
-    await origin.close()
-
-
-async def test_steps_are_published_in_order_and_once_across_restarts(small: MadeRun) -> None:
-    for step in (2, 0, 1):
-        write_checkpoint(small.directory, 0, step, SMALL_SHAPES, seed=step)
-    origin = Origin(small.directory, identity=small.origin)
-    assert await origin.publish_ready() == 3
-    first = published_heads(origin.store.root, small.run)
-    await origin.close()
-    assert [head.step for _, head in first] == [0, 1, 2]
-    issued = [open_envelope(raw, run=small.run.id).sequence for raw, _ in first]
-    assert issued == sorted(issued)
-
-    write_checkpoint(small.directory, 0, 3, SMALL_SHAPES, seed=3)
-    write_checkpoint(small.directory, 1, 2, SMALL_SHAPES, seed=7)  # a new epoch repeats a step
-    origin = Origin(small.directory, identity=small.origin)
-    assert await origin.publish_ready() == 2
-    heads = published_heads(origin.store.root, small.run)
-    assert heads[:3] == first, "what was published stays as it was"
-    assert [(head.epoch, head.step) for _, head in heads] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)]
-    assert [(head.epoch, head.step) for _, head in published_heads(origin.store.root, small.run, (0, 3))] == [(1, 2)]
-    await origin.close()
-
-
-async def test_another_root_at_a_published_step_is_refused(small: MadeRun) -> None:
-    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    origin = Origin(small.directory, identity=small.origin)
-    await origin.publish_ready()
-    head = origin.store.head
-    await origin.close()
-    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=5)
-    origin = Origin(small.directory, identity=small.origin)
-    with pytest.raises(PublishError, match="new epoch"):
-        await origin.publish_ready()
-    assert origin.store.head == head
-    await origin.close()
-
-
-async def test_a_crash_before_the_head_leaves_nothing_and_the_step_gets_a_new_publication(
-    small: MadeRun, tmp_path: Path
-) -> None:
-    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    origin = Origin(small.directory, identity=small.origin)
-    await origin.publish_ready()
-    folder = origin.store.folder((0, 0))
-    before = (folder / "open.hw").read_bytes()
-    (folder / "head.hw").unlink()  # the last thing written
-    await origin.close()
-    async with publishing(small) as origin, pulling(small, [origin.server.url], tmp_path / "a") as puller:
-        assert holds(await puller.wait_newer(None, WAIT_S), SMALL_SHAPES, seed=0)
-        assert (folder / "open.hw").read_bytes() != before
-
-
-async def test_a_second_publisher_is_refused_and_told_who_holds_the_run(small: MadeRun) -> None:
-    origin = Origin(small.directory, identity=small.origin)
-    with pytest.raises(UsageError, match=f"pid {os.getpid()}"):
-        Origin(small.directory, identity=small.origin)
-    await origin.close()
-    with pytest.raises(UsageError, match="origin key"):
-        Origin(small.directory, identity=Identity.generate())
-
-
-async def test_a_port_in_use_is_one_clear_message(small: MadeRun) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        origin = Origin(small.directory, identity=small.origin, listen=f"127.0.0.1:{taken.getsockname()[1]}")
-        with pytest.raises(UsageError, match="another port"):
-            await origin.start()
-        await origin.close()
-
-
-async def test_the_head_is_signed_again_before_it_goes_stale_and_relays_pass_it_on(
-    small: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardcast.follower.DEFAULT_WAIT_MS", 200)
-    now = [wall_clock_ms()]
-    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    origin = Origin(small.directory, identity=small.origin, clock_ms=lambda: now[0])
-    await origin.start()
-    task = asyncio.create_task(origin.run_forever())
-    async with relaying(small, [origin.server.url], tmp_path / "relay") as relay:
-        relay._follower._clock_ms = lambda: now[0]
-        await until(lambda: relay.store.head is not None, "the head at the relay")
-        first = relay.store.head
-        now[0] += 2_000_000
-        await until(lambda: relay.store.head != first, "the newer signature at the relay")
-        head = open_envelope(relay.store.head or b"", run=small.run.id, signer=small.origin.public)
-        assert head.record(Head) == open_envelope(first or b"", run=small.run.id).record(Head)
-        assert head.issued_at == now[0]
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await origin.close()
-
-
-# --- the server -------------------------------------------------------------------------------------------------------
-
-
-async def test_only_what_exists_is_served_and_everything_else_has_a_reason(small: MadeRun) -> None:
-    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    async with publishing(small) as origin, aiohttp.ClientSession() as session:
-        await until(lambda: bool(origin.store.keys), "the publication")
-        base = f"{origin.server.url}/v1/{small.run.id.hex()}"
-        for path in ("head", "news", "p/0-0/open", "p/0-0/manifest", "p/0-0/records?from=2", "p/0-0/shard/0"):
-            assert (await session.get(f"{base}/{path}")).status == 200, path
-        assert (await session.get(f"{base}/head?after=0.0&wait=50")).status == 204
-        for path in (
-            "p/0-1/open",
-            "p/0-0/shard/1",
-            "p/0-0/shard/-1",
-            "p/0-0/shard/999999999999",
-            "p/00000000000000000000000-0/open",
-            "p/../open",
-            "blob/zz",
-            f"blob/{'0' * 64}",
-            "blob/..%2f..%2fmanifest.hw",
-            "p/0-0/records?from=99",
-            "nothing",
-        ):
-            response = await session.get(f"{base}/{path}")
-            assert response.status == 404, path
-            assert (await response.json())["code"]
-        for path in ("head?after=x", "news?wait=-1", "p/0-0/records?from=1e9", "challenge?nonce=1"):
-            assert (await session.get(f"{base}/{path}")).status == 400, path
-        assert (await session.get(f"{origin.server.url}/v1/{'0' * 64}/head")).status == 404
-        assert (await session.post(f"{base}/head", data=b"x")).status == 405
-
-
-async def test_whoever_serves_proves_its_key(small: MadeRun, tmp_path: Path) -> None:
-    async with (
-        publishing(small) as origin,
-        relaying(small, [origin.server.url], tmp_path / "relay") as relay,
-        new_session() as session,
-    ):
-        nonce = os.urandom(16)
-        raw = await Source(session, relay.url, small.run.id).challenge(nonce)
-        envelope = open_envelope(
-            raw, run=small.run.id, kind=CHALLENGE_KIND, signer=relay.server._identity.public, now=wall_clock_ms()
-        )
-        assert envelope.record(Challenge).nonce == nonce
-
-
-async def test_idle_and_dripping_connections_are_closed_and_do_not_block_others(
-    small: MadeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardcast.server.HEADER_DEADLINE_S", 0.5)
-    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    async with publishing(small) as origin:
-        host, port = origin.server.url.removeprefix("http://").split(":")
-        idle = await asyncio.open_connection(host, int(port))
-        dripping = await asyncio.open_connection(host, int(port))
-        dripping[1].write(b"GET /v1/x HTTP/1.1\r\nHost: ")
-        async with aiohttp.ClientSession() as session:
-            assert (await session.get(f"{origin.server.url}/v1/{small.run.id.hex()}/head?wait=5000")).status == 200
-        for reader, writer in (idle, dripping):
-            async with asyncio.timeout(10):
-                assert await reader.read(1) == b""
-            writer.close()
-
-
-async def test_a_receiver_below_the_minimum_rate_is_cut(wide: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardcast.server.HEADER_DEADLINE_S", 0.3)
-    monkeypatch.setattr("shardcast.server.MINIMUM_RATE_BYTES_S", 64 << 20)
-    write_checkpoint(wide.directory, 0, 0, WIDE_SHAPES, seed=0)
-    async with publishing(wide) as origin:
-        await until(lambda: bool(origin.store.keys), "the publication")
-        host, port = origin.server.url.removeprefix("http://").split(":")
-        with socket.socket() as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(slow, (host, int(port)))
-            path = f"/v1/{wide.run.id.hex()}/p/0-0/shard/0"
-            await loop.sock_sendall(slow, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            await asyncio.sleep(1.5)
-            got = 0
-            with pytest.raises((ConnectionResetError, BrokenPipeError, EOFError)):
-                async with asyncio.timeout(10):
-                    while True:
-                        piece = await loop.sock_recv(slow, 1 << 20)
-                        got += len(piece)
-                        if not piece:
-                            raise EOFError
-            assert got < SHARD_BYTES
-
-
-async def test_connections_of_one_address_are_capped(small: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardcast.server.MAX_CONNECTIONS_PER_ADDRESS", 3)
-    async with publishing(small) as origin:
-        host, port = origin.server.url.removeprefix("http://").split(":")
-        held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
-        reader, writer = await asyncio.open_connection(host, int(port))
-        async with asyncio.timeout(5):
-            with pytest.raises((ConnectionResetError, EOFError)):
-                if await reader.read(1) == b"":
-                    raise EOFError
-        for _, other in [*held, (reader, writer)]:
-            other.close()
-        await asyncio.sleep(0.1)
-        async with aiohttp.ClientSession() as session:
-            assert (await session.get(f"{origin.server.url}/v1/{small.run.id.hex()}/head")).status == 204
-
-
-async def test_byte_counters_survive_a_restart(small: MadeRun, tmp_path: Path) -> None:
-    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
-    async with publishing(small) as origin, pulling(small, [origin.server.url], tmp_path / "a") as puller:
-        await puller.wait_newer(None, WAIT_S)
-        sent = origin.server.counters.bytes_sent
-    stats = json.loads((small.directory / "published" / "stats.json").read_text())
-    assert stats == {"bytes_sent": sent, "bytes_full": sent}
-    origin = Origin(small.directory, identity=small.origin)
-    assert origin.server.counters.bytes_sent == sent
-    await origin.close()
 
 
 async def test_a_stale_record_of_an_older_attempt_does_not_replace_a_newer_one(small: MadeRun, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_missing_or_unusable_measurement_of_honest_noise_is_said(
     import verifier
 
     monkeypatch.setattr(verifier, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(UsageError, match="never measured.*verifier calibrate"):
+    with pytest.raises(UsageError, match=r"never measured.*verifier calibrate"):
         make_run(tmp_path / "run")
     assert not (tmp_path / "run").exists(), "nothing is written before everything is known"
     (tmp_path / "data").mkdir()

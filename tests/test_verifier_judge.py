@@ -226,6 +226,8 @@ def random_policy(directory: Path, seed: int, architecture: str = "llama") -> Po
     (directory / "config.json").write_text(model.config.to_json_string(use_diff=False))
     (directory / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
     weights = {k: v.clone() for k, v in model.named_parameters()}
+    if architecture == "llama":
+        weights["lm_head.weight"][1] = 0.0  # the end of text is rarer than the average token
     save_file(weights, directory / "model.safetensors")
     return load_policy(directory)
 
@@ -234,7 +236,7 @@ def random_policy(directory: Path, seed: int, architecture: str = "llama") -> Po
 def long(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     """Rollouts of up to 80 tokens, three chunks: nothing ends early but by its seed."""
     policy = random_policy(tmp_path_factory.mktemp("long"), 1)
-    return make_rig(policy, make("word"), 2, 4, 80, (1,))
+    return make_rig(policy, make("word"), 2, 5, 80, (1,))
 
 
 def tokens_of(rollout: Rollout) -> list[int]:
@@ -294,7 +296,7 @@ def quantise(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         for name, weight in other.named_parameters():
             if weight.dim() == 2 and "embed" not in name:
-                scale = weight.abs().amax(1, keepdim=True) / 127
+                scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
                 weight.copy_((weight / scale).round() * scale)
     return other
 
@@ -456,6 +458,23 @@ def test_a_rollout_in_anothers_place_is_the_wrong_task(tiny: Rig) -> None:
     swapped = (rollouts[1], rollouts[0], *rollouts[2:])
     judged = tiny.judge(dataclasses.replace(tiny.honest, rollouts=swapped))
     assert reasons(judged) == ["wrong-task"] * 2 + ["holds"] * 30
+
+
+def test_another_samples_tokens_are_not_forced(tiny: Rig) -> None:
+    """Best of n: the better of two samples handed in as both. Task, proof and reward are right, the seed is not."""
+    rollouts = tiny.honest.rollouts
+    i = next(i for i in range(0, 32, 8) if rollouts[i].tokens != rollouts[i + 1].tokens)
+    assert tiny.only(i, dataclasses.replace(rollouts[i + 1], sample=0)) == "token-not-forced"
+
+
+def test_a_rollout_longer_than_the_context_is_held_against_nobody(tmp_path: Path) -> None:
+    rig = make_rig(random_policy(tmp_path / "m", 3), make("word"), 1, 2, 250, (1,))
+    judged = rig.judge(rig.honest)
+    assert set(reasons(judged)) == {"holds"}
+    rig.policy.max_context = 40
+    for rollout, outcome in zip(rig.honest.rollouts, rig.judge(rig.honest).outcomes, strict=True):
+        fits = len(tokens_of(rollout)) < 30
+        assert outcome.reason == ("holds" if fits else "validator-failed")
 
 
 def test_a_replay_under_a_new_lease_is_not_forced(tiny: Rig) -> None:
