@@ -4,8 +4,8 @@
 
 A 330K-parameter Qwen3 with a real Hugging Face configuration, a real fast tokenizer (one character a token) and a
 safetensors file, trained on the mixture of six transforms (`trainer.mixture`) at a constant learning rate. The rate
-only falls in the live SFT at the start of a run (`[sft]` in run.toml): that is the rest of the same training, and the loss
-visibly drops there.
+only falls in the live SFT at the start of a run (`[sft]` in run.toml): that is the rest of the same training, and the
+loss visibly drops there.
 
 Not covered: the live stage (`trainer.sft`) and RL (`trainer.learner`). Another CPU gives other low bits: the checked-in
 file is the reference, not this command's output.
@@ -33,7 +33,7 @@ CHARACTERS = '0123456789abcdefghijklmnopqrstuvwxyz+-*/=()<>:;,. ?|!"#$%&@[]_'
 """Order is token id - 2. Changing it changes what every stored token means: a new base and a new run."""
 SEED = 0
 STEPS = 1800
-"""Enough that every transform is in there; fewer, and RL finds too little to elicit (0.6 instead of 0.8 at step 110)."""
+"""Enough that every transform is in there; fewer, and RL has too little to elicit (0.6, not 0.8, at step 110)."""
 BATCH, LEARNING_RATE, WARMUP = 64, 3e-3, 50
 _NEVER = 1_000_000
 """Where the linear decay would end: the base is trained at a constant rate."""
