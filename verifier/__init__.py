@@ -1,1 +1,11 @@
-"""placeholder"""
+"""Is this rollout honest? The same answer for validators and for anybody offline.
+
+    judge        one submission, one outcome per rollout          checks/      the checks, a file each
+    toploc       proofs of which weights computed the states      sampling     tokens forced by a lease's seed
+    philox       the generator behind the noise                   logprobs     the one log-probability
+    model        policies: loading and prefill                    thresholds   where honest noise ends
+    calibrate    measuring honest noise through an engine         errors       the error tree
+    audit, archive, explain, cli   a run's archive, checked from its files alone
+
+Importing this package imports none of them.
+"""
