@@ -2,7 +2,8 @@
 
 Pacing. Let p be the newest published policy step, b the step of the next batch to close, and q the rollouts that may
 still enter a batch, in batches. A lease is issued iff `b + floor(q) - p <= max_staleness` and `b + floor(q) < steps`:
-its rollouts will be trained at step b + floor(q), so almost nothing is ever too old to use.
+its first rollouts will be trained at step b + floor(q). It is cut to what fits before that bound (`room`), so that its
+last rollouts are not too old either.
 
 A lease that came back empty is issued again with the same nonce, tasks and samples, to somebody who never had it: the
 same tokens come back, and dropping a lease gains nothing.
@@ -62,9 +63,10 @@ def in_flight(window: Window) -> int:
     )
 
 
-def target_step(window: Window, manifest: RunManifest) -> int:
-    """The batch a lease issued now would be trained in: b + floor(q)."""
-    return window.batches + in_flight(window) // batch_rollouts(manifest)
+def room(state: RunState, window: Window, manifest: RunManifest, step: int) -> int:
+    """Rollouts of policy `step` that may still be leased: what fits before it is too old, and before the last step."""
+    last = min(step + manifest.leases.max_staleness + 1, manifest.steps)
+    return (last - window.batches) * batch_rollouts(manifest) - in_flight(window)
 
 
 def pacing(state: RunState, window: Window, manifest: RunManifest) -> str:
@@ -73,12 +75,13 @@ def pacing(state: RunState, window: Window, manifest: RunManifest) -> str:
         return "the run is finished"
     if state.newest_policy is None:
         return "no weights are published yet"
-    target = target_step(window, manifest)
-    if target >= manifest.steps:
+    left = room(state, window, manifest, state.newest_policy.step)
+    # Less than one group of room would be overrun by the next one. It waits, unless the next batch needs it.
+    if left > 0 and (left >= manifest.leases.samples_per_task or in_flight(window) < batch_rollouts(manifest)):
+        return ""
+    if state.newest_policy.step + manifest.leases.max_staleness + 1 >= manifest.steps:
         return "enough rollouts are under way for the last step"
-    if target - state.newest_policy.step > manifest.leases.max_staleness:
-        return "enough rollouts are under way; waiting for the learner's next weights"
-    return ""
+    return "enough rollouts are under way; waiting for the learner's next weights"
 
 
 def decide(
@@ -123,7 +126,7 @@ def decide(
         return Decision("wait", refusal)
     policy = state.newest_policy
     assert policy is not None
-    size = _size(manifest, node, capacity)
+    size = _size(manifest, node, capacity, room(state, window, manifest, policy.step))
     old = reissue(state, window, node, size)
     lease = _fresh(window, manifest, policy, size, secret) if old is None else old
     fixed = Lease(
@@ -143,13 +146,13 @@ def decide(
     return Decision("issue", lease=fixed)
 
 
-def _size(manifest: RunManifest, node: NodeState, capacity: int) -> tuple[int, int]:
-    """(tasks, samples) of this node's next lease."""
+def _size(manifest: RunManifest, node: NodeState, capacity: int, left: int) -> tuple[int, int]:
+    """(tasks, samples) of this node's next lease: what its engine takes and there is room for, at least one."""
     rules = manifest.leases
     if node.accepted == 0:
         samples = min(rules.samples_per_task, max(1, rules.probation_first_rollouts))
         return max(1, min(rules.tasks_per_lease, rules.probation_first_rollouts // samples)), samples
-    return max(1, min(rules.tasks_per_lease, capacity // rules.samples_per_task)), rules.samples_per_task
+    return max(1, min(rules.tasks_per_lease, min(capacity, left) // rules.samples_per_task)), rules.samples_per_task
 
 
 def _fresh(window: Window, manifest: RunManifest, policy: PolicyState, size: tuple[int, int], secret: bytes) -> Lease:
@@ -175,10 +178,9 @@ def reissue(state: RunState, window: Window, node: NodeState, size: tuple[int, i
     """The oldest closed lease this node may take over: fresh enough, no larger than its own, never held by it."""
     manifest = state.manifest
     assert manifest is not None
-    target = target_step(window, manifest)
     for lease_id in window.closed:
         held = state.leases[lease_id]
-        if target - held.lease.step > manifest.leases.max_staleness:
+        if room(state, window, manifest, held.lease.step) <= 0:
             continue
         if node.key in window.owners.get(held.lease.nonce, ()) or held.rollouts > size[0] * size[1]:
             continue
