@@ -9,6 +9,7 @@ Not covered: finding it (`audit`).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from protocol.errors import ReasonCode
@@ -135,8 +136,11 @@ class Report:
         if len(self.unchecked) > most:
             out.append(f"... and {len(self.unchecked) - most} more; --json lists all")
         if self.failures:
-            first = self.failures[0].reason.value
-            out.append(f"{len(self.failures)} records do not hold. What a reason means: verifier explain {first}")
+            counts = Counter(failure.reason.value for failure in self.failures).most_common()
+            reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
+            out.append(
+                f"{len(self.failures)} failures: {reasons}. What a reason means: verifier explain {counts[0][0]}"
+            )
         elif self.unchecked:
             out.append("nothing false was found, but not everything could be checked")
         else:
