@@ -115,6 +115,11 @@ def limit_memory(mebibytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, hard), hard))
 
 
+def resident_kib() -> int:
+    """Memory of this process that is in RAM now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
+
+
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its application dies, however that happens."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -133,11 +138,15 @@ class Host:
         self.visitors = Visitors(self.swarm, admission, app.send)
         self.requests: dict[int, trio.CancelScope] = {}
 
-    async def run(self, listen: str | None) -> None:
-        """Serve until the application's socket closes."""
+    async def run(self, listen: str | None) -> int:
+        """Serve until the application's socket closes; the process's exit code."""
         self.swarm.set_stream_handler(self.visitors.serve)
         async with run_service(self.swarm), trio.open_nursery() as nursery:
-            addresses = [await self.listen(listen)] if listen else []
+            try:
+                addresses = [await self.listen(listen)] if listen else []
+            except UsageError as exc:
+                await self.app.send(Message.FATAL, 0, json.dumps({"message": str(exc)}).encode())
+                return EXIT_FATAL
             ready = {"transport": self.swarm.get_peer_id().to_bytes()[-32:].hex(), "addresses": addresses}
             nursery.start_soon(self.visitors.close_idle)
             await nursery.start(self.lines.run)
@@ -145,6 +154,7 @@ class Host:
             while (message := await self.app.receive()) is not None:
                 await self.dispatch(nursery, *message)
             nursery.cancel_scope.cancel()
+        return 0
 
     async def listen(self, address: str) -> str:
         if not await self.swarm.listen(Multiaddr(address)):
@@ -186,10 +196,10 @@ class Host:
             "refused": self.admission.refused,
             "visitors": len(self.visitors.open),
             "in_flight": self.visitors.in_flight,
-            "in_flight_bytes": self.visitors.in_flight_bytes,
+            "held_bytes": self.visitors.held_bytes,
             "lines": self.lines.count,
             "tasks": trio.lowlevel.current_statistics().tasks_living,
-            "rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "rss_kib": resident_kib(),
             "cpu_ms": int(1000 * time.process_time()),
         }
 
@@ -199,24 +209,22 @@ async def serve(seed: bytes, fd: int, listen: str | None, admission: Admission) 
     host = Host(seed, admission, app)
 
     async def stop_on_signal(scope: trio.CancelScope) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+        with trio.open_signal_receiver(signal.SIGTERM) as received:
             async for _ in received:
                 signal.alarm(2)  # whatever hangs while closing ends then
                 scope.cancel()
 
+    code = 0
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stop_on_signal, nursery.cancel_scope)
         try:
-            await host.run(listen)
-        except UsageError as exc:
-            await app.send(Message.FATAL, 0, json.dumps({"message": str(exc)}).encode())
-            return EXIT_FATAL
+            code = await host.run(listen)
         finally:
             signal.alarm(2)
             with trio.CancelScope(shield=True), trio.move_on_after(STOP_S):
                 await host.swarm.close()
         nursery.cancel_scope.cancel()
-    return 0
+    return code
 
 
 def main() -> int:
@@ -234,6 +242,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the application")
     args = parser.parse_args()
     configure_logging()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which says goodbye through us first
     die_with_parent(args.parent)
     admission = Admission(args.max_connections, args.max_per_address, time.monotonic)
     try:
@@ -243,10 +252,10 @@ def main() -> int:
     except HeadwaterError as exc:
         logger.error("%s", exc)
         return EXIT_FATAL
-    return int(code)
+    return code
 
 
 if __name__ == "__main__":
-    code = main()
+    exit_code = main()
     sys.stderr.flush()
-    os._exit(code)  # peers were told; anything libp2p still holds may not delay the end
+    os._exit(exit_code)  # peers were told; anything libp2p still holds may not delay the end

@@ -403,7 +403,9 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
         """
         for connection in self.get_connections(peer_id):
             if not connection.is_closed and not connection.muxed_conn.event_shutting_down.is_set():
-                return connection
+                stream = _socket_stream(connection)
+                if stream is not None and stream.socket.fileno() != -1:
+                    return connection
         self._negative_peer_cache.evict(str(peer_id))
         return await self.dial_addr(address, peer_id)
 

@@ -125,8 +125,9 @@ class Lines:
         Raises:
             TransportError: `unreachable` within `dial_s` or lost on the way, `deadline`, or a bad address.
         """
-        with trio.move_on_after(deadline_s):
-            line = await self._line(address, min(dial_s, deadline_s))
+        until = trio.current_time() + deadline_s
+        line = await self._line(address, min(dial_s, deadline_s))
+        with trio.move_on_at(until):
             return await line.request(packed)
         raise TransportError(f"{address} did not reply within {deadline_s:.1f} s", ReasonCode.DEADLINE)
 

@@ -20,6 +20,8 @@ from protocol.limits import CONTROL_PROTOCOL, HEADER_DEADLINE_S, MINIMUM_RATE_BY
 
 _HEAD = struct.Struct(">IQ")
 _READ_BYTES = 64 * 1024
+_LINGER_READS = 64
+"""Reads of what a refused peer still sends, so that its refusal is not lost in a reset."""
 
 
 def transfer_deadline_s(size: int) -> float:
@@ -106,15 +108,18 @@ class ControlStream:
             raise TransportError("the peer sent too slowly", ReasonCode.TOO_SLOW)
 
     async def send(self, number: int, packed: bytes) -> None:
-        """Write one frame. Abandoned half-way, by a deadline or a cancel, it ends the stream."""
+        """Write one frame, after those before it. Abandoned half-way, by a deadline or a cancel, it ends the stream."""
         if len(packed) > MAX_FRAME_BYTES:
             raise TransportError("a frame over the bound was to be sent; this is a bug of headwater")
+        async with self._lock:
+            await self._write(_HEAD.pack(len(packed) + 8, number) + packed)
+
+    async def _write(self, raw: bytes) -> None:
         whole = False
         try:
-            with trio.fail_after(transfer_deadline_s(len(packed))):
-                async with self._lock:
-                    await self._muxed.write(_HEAD.pack(len(packed) + 8, number) + packed)
-                    whole = True
+            with trio.fail_after(transfer_deadline_s(len(raw))):
+                await self._muxed.write(raw)
+                whole = True
         except trio.TooSlowError as exc:
             raise TransportError("the peer took our frame too slowly", ReasonCode.TOO_SLOW) from exc
         except STREAM_ERRORS as exc:
@@ -128,7 +133,7 @@ class ControlStream:
         with trio.move_on_after(linger_s):
             try:
                 await self._muxed.close()
-                for _ in range(1024):
+                for _ in range(_LINGER_READS):
                     await self._muxed.read(_READ_BYTES)
             except STREAM_ERRORS:
                 pass

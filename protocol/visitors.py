@@ -22,14 +22,21 @@ from protocol.admission import CHARGES_PER_CONNECTION, Admission
 from protocol.errors import DecodeError, ReasonCode, TransportError
 from protocol.frames import MAX_FRAME_BYTES, Message, pack_frame, refusal, unpack_frame
 from protocol.libp2p_fixes import STREAM_ERRORS, HardenedSwarm, abort
-from protocol.limits import MIB
+from protocol.limits import KIB, MIB
 from protocol.streams import ControlStream, describe
 
 MAX_IN_FLIGHT_PER_PEER = 32
 """Requests of one connection handled at once, long-polls included. A member needs one per kind."""
 
-MAX_IN_FLIGHT_BYTES = 64 * MIB
-"""Request bytes held for all peers together; with the reply in the making this bounds the process."""
+MAX_HELD_BYTES = 64 * MIB
+"""Request bytes held for all peers together until the application has replied. This bounds the process."""
+
+MAX_HELD_BYTES_PER_PEER = 20 * MIB
+"""Of them, for one connection: two of the largest frames."""
+
+SMALL_BYTES = 64 * KIB
+SMALL_RESERVE_BYTES = 16 * MIB
+"""Part of the bytes that only small frames may use, so that uploads of large ones never keep heartbeats out."""
 
 MAX_STREAMS_PER_KEY = 4
 """Streams one transport key may hold; a further one ends its oldest, so a restarted peer never waits."""
@@ -50,6 +57,7 @@ class Visitor:
 
     stream: ControlStream
     in_flight: int = 0
+    held_bytes: int = 0
     charges: int = 0
 
 
@@ -76,7 +84,7 @@ class Visitors:
         self._jobs: dict[int, _Job] = {}
         self._next = 1
         self.open: list[Visitor] = []
-        self.in_flight_bytes = 0
+        self.held_bytes = 0
 
     @property
     def in_flight(self) -> int:
@@ -114,20 +122,32 @@ class Visitors:
                     )
                     await visitor.stream.finish()
                     return
-                if visitor.in_flight >= MAX_IN_FLIGHT_PER_PEER or self.in_flight_bytes + size > MAX_IN_FLIGHT_BYTES:
+                if self._is_full(visitor, size):
                     await visitor.stream.skip_body(size)
                     nursery.start_soon(self._say_busy, visitor, number)
                     continue
-                self.in_flight_bytes += size
-                visitor.in_flight += 1
+                self._hold(visitor, size)
                 try:
                     body = await visitor.stream.read_body(size)
                 except BaseException:
-                    self.in_flight_bytes -= size
+                    self._hold(visitor, -size)
                     raise
+                visitor.in_flight += 1
                 nursery.start_soon(self._answer, visitor, number, body)
         except TransportError as exc:
             logger.debug("%s: %s", visitor.stream.group, exc)
+
+    def _is_full(self, visitor: Visitor, size: int) -> bool:
+        bound = MAX_HELD_BYTES if size <= SMALL_BYTES else MAX_HELD_BYTES - SMALL_RESERVE_BYTES
+        return (
+            visitor.in_flight >= MAX_IN_FLIGHT_PER_PEER
+            or visitor.held_bytes + size > MAX_HELD_BYTES_PER_PEER
+            or self.held_bytes + size > bound
+        )
+
+    def _hold(self, visitor: Visitor, size: int) -> None:
+        visitor.held_bytes += size
+        self.held_bytes += size
 
     async def _answer(self, visitor: Visitor, number: int, body: bytes) -> None:
         """Let the application answer one request."""
@@ -144,6 +164,8 @@ class Visitors:
             del body
             with trio.move_on_after(HANDLER_DEADLINE_S):
                 await job.event.wait()
+            self._hold(visitor, -size)
+            size = 0
             reply = job.reply or pack_frame(refusal(ReasonCode.DEADLINE, "the application did not reply in time"))
             await visitor.stream.send(number, reply)
             if visitor.charges >= CHARGES_PER_CONNECTION:
@@ -153,7 +175,7 @@ class Visitors:
             await visitor.stream.abort()
         finally:
             del self._jobs[local]
-            self.in_flight_bytes -= size
+            self._hold(visitor, -size)
             visitor.in_flight -= 1
             if not job.event.is_set():
                 with trio.CancelScope(shield=True):
