@@ -13,7 +13,6 @@ Not covered: signatures (`envelope`), and semantics beyond shape and bounds.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -157,8 +156,18 @@ class Maybe(Spec):
         return None if value is None else self.item.write(value)
 
 
-@functools.lru_cache(maxsize=None)
-def _fields(cls: type) -> tuple[tuple[str, Spec, bool], ...]:
+def _fields(cls: type[Any]) -> tuple[tuple[str, Spec, bool], ...]:
+    """Name, spec and whether there is a default, per field; worked out once a class."""
+    known = _KNOWN.get(cls)
+    if known is None:
+        known = _KNOWN[cls] = _read_fields(cls)
+    return known
+
+
+_KNOWN: dict[type[Any], tuple[tuple[str, Spec, bool], ...]] = {}
+
+
+def _read_fields(cls: type[Any]) -> tuple[tuple[str, Spec, bool], ...]:
     hints = get_type_hints(cls, include_extras=True)
     out = []
     for field in dataclasses.fields(cls):

@@ -23,7 +23,7 @@ from protocol import codec
 from protocol.codec import Blob, Fixed, Seq, Sub, record
 from protocol.errors import DecodeError, EngineError, ReasonCode
 from protocol.limits import KIB, MAX_PROOF_CHUNKS, MAX_ROLLOUTS_PER_LEASE, MIB, PROOF_TOPK
-from protocol.records import Float, Floats, Hash, Line, Note, Tokens, U8, U32, U64, Word
+from protocol.records import U8, U32, U64, Float, Floats, Hash, Line, Note, Tokens, Word
 
 MAX_FRAME_BYTES = 256 * MIB
 R = TypeVar("R")
@@ -155,8 +155,11 @@ class EngineClient:
                 return EngineClient(reader, writer)
             except (FileNotFoundError, ConnectionRefusedError) as exc:
                 if loop.time() > end:
-                    raise EngineError(f"no engine answered at {path} within {deadline_s:.0f} s; start it, or drop "
-                                      "--engine-socket to use the built-in one", ReasonCode.DEADLINE) from exc
+                    raise EngineError(
+                        f"no engine answered at {path} within {deadline_s:.0f} s; start it, or drop "
+                        "--engine-socket to use the built-in one",
+                        ReasonCode.DEADLINE,
+                    ) from exc
                 await asyncio.sleep(0.05)
 
     async def call(self, kind: str, request: object, reply: type[R], deadline_s: float) -> R:
@@ -172,8 +175,9 @@ class EngineClient:
                     await self._writer.drain()
                     got, payload = await read_frame(self._reader)
             except TimeoutError as exc:
-                raise EngineError(f"the engine did not answer {kind} within {deadline_s:.0f} s",
-                                  ReasonCode.DEADLINE) from exc
+                raise EngineError(
+                    f"the engine did not answer {kind} within {deadline_s:.0f} s", ReasonCode.DEADLINE
+                ) from exc
             except (OSError, asyncio.IncompleteReadError, DecodeError) as exc:
                 raise EngineError(f"the engine's connection broke during {kind}: {exc}") from exc
         if got == "failure":

@@ -175,7 +175,9 @@ def open_envelope(
     """
     envelope = parse(raw)
     if envelope.version >> 8 != PROTOCOL_VERSION >> 8:
-        raise EnvelopeError(f"protocol major {envelope.version >> 8} is not spoken here", ReasonCode.UNSUPPORTED_VERSION)
+        raise EnvelopeError(
+            f"protocol major {envelope.version >> 8} is not spoken here", ReasonCode.UNSUPPORTED_VERSION
+        )
     if envelope.run != run:
         raise EnvelopeError("the envelope belongs to another run", ReasonCode.WRONG_RUN)
     if kind is not None and envelope.kind != kind:
@@ -185,7 +187,6 @@ def open_envelope(
     if audience is not None and envelope.audience not in (b"", audience):
         raise EnvelopeError("addressed to somebody else", ReasonCode.WRONG_AUDIENCE)
     check_signature(envelope)
-    if now is not None:
-        if envelope.issued_at > now + FRESHNESS_MS or envelope.expires_at + FRESHNESS_MS < now:
-            raise EnvelopeError("the envelope is not fresh; check this machine's clock", ReasonCode.EXPIRED)
+    if now is not None and (envelope.issued_at > now + FRESHNESS_MS or envelope.expires_at + FRESHNESS_MS < now):
+        raise EnvelopeError("the envelope is not fresh; check this machine's clock", ReasonCode.EXPIRED)
     return envelope

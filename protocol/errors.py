@@ -53,11 +53,11 @@ class ReasonCode(StrEnum):
     # verdicts: reject
     FORMAT = "format"
     WRONG_TASK = "wrong-task"
-    TOKEN_RANGE = "token-range"
+    TOKEN_RANGE = "token-range"  # noqa: S105
     TERMINATION = "termination"
     PROOF_MALFORMED = "proof-malformed"
     PROOF_MISMATCH = "proof-mismatch"
-    TOKEN_NOT_FORCED = "token-not-forced"
+    TOKEN_NOT_FORCED = "token-not-forced"  # noqa: S105
     LOGPROB_MISMATCH = "logprob-mismatch"
     REWARD_MISMATCH = "reward-mismatch"
     # verdicts: inconclusive

@@ -29,7 +29,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
             out.write(data)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(aside, path)
+        aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

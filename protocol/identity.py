@@ -8,7 +8,6 @@ Not covered: transport keys' delegation (`records.JoinRequest` carries it inside
 
 from __future__ import annotations
 
-import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,9 +130,11 @@ def load_identity(path: Path) -> Identity:
         UsageError: missing, readable by others, or not an Ed25519 key.
     """
     try:
-        mode = stat.S_IMODE(os.stat(path).st_mode)
+        mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError as exc:
-        raise UsageError(f"key file {path} does not exist; restore it from your backup or start a new identity") from exc
+        raise UsageError(
+            f"key file {path} does not exist; restore it from your backup or start a new identity"
+        ) from exc
     if mode & 0o077:
         raise UsageError(f"key file {path} can be read by others (mode {mode:o}); its owner must run: chmod 600 {path}")
     try:

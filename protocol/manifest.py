@@ -21,7 +21,7 @@ from protocol.envelope import Envelope, open_envelope, parse
 from protocol.errors import DecodeError, ManifestError, ProtocolError, ReasonCode
 from protocol.identity import check_public_key
 from protocol.limits import KIB, MAX_ADDRESSES, MAX_MODEL_FILES
-from protocol.records import Bool, Float, Hash, Key, Line, Lines, Note, U32, U64, Word
+from protocol.records import U32, U64, Bool, Float, Hash, Key, Line, Lines, Note, Word
 
 MANIFEST_KIND = "manifest"
 
@@ -219,4 +219,3 @@ def parse_share_code(text: str) -> ShareCode:
         return codec.decode(ShareCode, data)
     except DecodeError as exc:
         raise ManifestError(f"the share code does not hold: {exc}") from exc
-

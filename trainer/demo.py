@@ -260,7 +260,7 @@ def _watch(stage: Stage, fleet: Any, view: Any, begun: float, stops: list[int]) 
 def _coordinator_finished(run_dir: Path) -> bool:
     """The coordinator says in status.json that the run is finished and sealed."""
     try:
-        return json.loads((run_dir / "status.json").read_text()).get("phase") == "finished"
+        return bool(json.loads((run_dir / "status.json").read_text()).get("phase") == "finished")
     except (OSError, ValueError):
         return False
 
