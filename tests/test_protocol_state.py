@@ -351,7 +351,7 @@ def play(commands):
             chain.verdict(job, digest, validator if x < 6 else "val", y, round_)
         elif name == "honest":
             number, _ = judged(chain, y, NAMES[x % 3], second=y if x % 2 else None)
-            submissions.append((number, b""))
+            submissions.append((number, bytes(32)))
         elif name == "batch":
             state = fold(chain.sink.entries)
             ready = [
