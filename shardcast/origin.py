@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ log = logging.getLogger("shardcast.origin")
 
 WEIGHTS_NAME = "model.safetensors"
 _STEP_DIR = re.compile(r"step-([0-9]{1,12})")
+_HEAD_CHECK_S = 1.0
 _PUBLICATION_LIFETIME_MS = 365 * 24 * 3_600_000
 """Records of a publication are never stale by themselves; only heads are."""
 
@@ -140,6 +142,7 @@ class Origin:
         self._looked_at: dict[str, tuple[int, int]] = {}
         """Checkpoint folder -> inode and mtime of the checkpoint.json that was last settled."""
         self._has_layout = False
+        self._head_due = 0.0
 
     async def run_forever(self) -> None:
         """Serve, and publish each checkpoint as it becomes whole.
@@ -202,7 +205,11 @@ class Origin:
         name = publication_name(checkpoint.key)
         if checkpoint.key in self.store.keys:
             published = read_publication(self.store.folder(checkpoint.key), self.run).manifest
-            root = await asyncio.to_thread(root_of_safetensors, checkpoint.weights)
+            try:
+                root = await asyncio.to_thread(root_of_safetensors, checkpoint.weights)
+            except FileNotFoundError:
+                log.info("%s was removed by the learner; %s is already published", checkpoint.weights, name)
+                return 0
             if published is None or published.root != root:
                 raise PublishError(
                     f"{checkpoint.weights} has root {root.hex()[:16]}, but {name} was published with another one; "
@@ -324,8 +331,9 @@ class Origin:
 
     def _refresh_head(self) -> None:
         """Sign the newest head again once a third of its life is over."""
-        if self.store.head is None:
+        if self.store.head is None or time.monotonic() < self._head_due:
             return
+        self._head_due = time.monotonic() + _HEAD_CHECK_S
         envelope = parse(self.store.head)
         if self._clock_ms() - envelope.issued_at >= HEAD_LIFETIME_MS // 3:
             self.store.set_head(self._seal(HEAD_KIND, envelope.record(Head), HEAD_LIFETIME_MS).raw)

@@ -22,8 +22,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -91,26 +92,27 @@ class _Shard(web.FileResponse):
 class _CappedServer(web.Server):
     """Closes connections over the caps before anything is read from them."""
 
-    _per_address: dict[str, int]
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._open: dict[str, int] = {}
+        self._address_of: dict[int, str] = {}
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         peer = transport.get_extra_info("peername")
         address = str(peer[0]) if peer else ""
-        counts = self.__dict__.setdefault("_per_address", {})
-        counts[address] = counts.get(address, 0) + 1
-        self.__dict__.setdefault("_addresses", {})[id(handler)] = address
-        if counts[address] > MAX_CONNECTIONS_PER_ADDRESS or sum(counts.values()) > MAX_CONNECTIONS:
+        self._address_of[id(handler)] = address
+        self._open[address] = self._open.get(address, 0) + 1
+        if self._open[address] > MAX_CONNECTIONS_PER_ADDRESS or len(self._address_of) > MAX_CONNECTIONS:
             transport.abort()
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        address = self.__dict__.get("_addresses", {}).pop(id(handler), None)
+        address = self._address_of.pop(id(handler), None)
         if address is not None:
-            counts = self.__dict__["_per_address"]
-            counts[address] -= 1
-            if not counts[address]:
-                del counts[address]
+            self._open[address] -= 1
+            if not self._open[address]:
+                del self._open[address]
 
 
 class WeightsServer:

@@ -18,7 +18,7 @@ from protocol.limits import SHARD_BYTES
 from shardcast.errors import ForkError, HeadError, PublicationError
 from shardcast.follower import Candidate, choose_focus
 from shardcast.heads import SeenHeads
-from shardcast.layout import shard_length
+from shardcast.layout import layout_hash, make_layout, root_of_states, shard_length
 from shardcast.publication import manifest_for, pack_frames, publication_from, split_frames
 from shardcast.records import (
     CODEC_FULL,
@@ -315,3 +315,28 @@ def test_records_encode_within_their_bounds(made: MadeRun) -> None:
     signed = Signed(made)
     for record in (signed.opening, signed.records[0], signed.manifest, signed.head):
         assert codec.decode(type(record), codec.encode(record)) == record
+
+
+def test_the_vectors_of_the_specification() -> None:
+    """Guards the formats: these bytes are in docs/protocol.md. Changing one splits every run from its archive."""
+    layout = make_layout({"b": ("BF16", (2, 3)), "a": ("F32", (4,))})
+    state = blake3(bytes(range(28))).digest()
+    assert layout_hash(layout).hex() == "46de0cef456c9ed53270d86bc710fef0afc238c2b2cb65a4a4fc750565d03bbd"
+    assert root_of_states([state]).hex() == "c07d136fee2436e468e759dc55d79d8cad9937e1fe21f8f981fae15d2f775fa0"
+    assert root_of_states([state, state]).hex() == "81c7a9dea1914a7b5ce56329b3e550850b8026c4a10fbc66ff80d8abfaa2f553"
+    name, h, zero = "c410" + "22" * 16, "c420" + layout_hash(layout).hex(), "c420" + "00" * 32
+    new = "c420" + state.hex()
+    root = "c420" + root_of_states([state]).hex()
+    opening = PublicationOpen(0, 12, b"\x22" * 16, NO_HASH, layout_hash(layout), CODEC_FULL, 28, 1, 28)
+    record = ShardRecord(b"\x22" * 16, 0, 28, 28, state, NO_HASH, state)
+    assert codec.encode(opening).hex() == f"99000c{name}{zero}{h}001c011c"
+    assert codec.encode(record).hex() == f"97{name}001c1c{new}{zero}{new}"
+    manifest = manifest_for(opening, [record])
+    digest = "c420a7a406dc0bd28ca5b6ff29f1be7ce3310151cfab9262005db7fd8768a18fbd48"
+    assert codec.encode(manifest).hex() == f"9b000c{name}{zero}{h}001c1c{root}{digest}{new}"
+    key = Identity.from_seed(bytes(32))
+    sealed = seal(key, MANIFEST_KIND, manifest, run=b"\x11" * 32, sequence=3, issued_at=NOW, lifetime_ms=1000)
+    announced = Head(0, 12, b"\x22" * 16, sealed.digest, manifest.root, 12)
+    named = "c420286dbdc31432a6baf883c1c3870d2caa2335402890d7d4c92ea8fa5448517601"
+    assert codec.encode(announced).hex() == f"96000c{name}{named}{root}0c"
+    assert pack_frames([b"ab", b""]).hex() == "00000002616200000000"
