@@ -116,6 +116,7 @@ async def measure(directory: Path, socket: str, environment: Environment, rollou
     return Measurement(
         command=command,
         model=directory.name,
+        weights=root.hex(),
         environment=environment.name,
         engine=info.name,
         machine=_machine(),

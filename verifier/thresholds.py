@@ -39,6 +39,8 @@ class Measurement:
 
     command: str
     model: str
+    weights: str
+    """BLAKE3 of the `model.safetensors` measured, in hex: other weights want their own measurement."""
     environment: str
     engine: str
     machine: str
