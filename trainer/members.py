@@ -103,11 +103,11 @@ class Members:
         session = self.sessions.get(key)
         return session is not None and self.monotonic() - session.heard < self.config.coordinator.member_timeout_s
 
-    def validators(self, live_only: bool = True) -> list[bytes]:
-        """Joined validators that the operator admitted."""
+    def validators(self) -> list[bytes]:
+        """Joined validators that the operator admitted and that were heard from lately."""
         nodes = self.book.state.nodes.values()
         admitted = (node.key for node in nodes if node.role == "validator" and self.granted(node.key, "validator"))
-        return [key for key in admitted if not live_only or self.live(key)]
+        return [key for key in admitted if self.live(key)]
 
     def weights(self, node: NodeState) -> tuple[str, ...]:
         """URLs `node` pulls weights from, best first; every node gets the relays in another order.

@@ -161,9 +161,3 @@ class Window:
     def outage_ms(self, since: int) -> int:
         """Milliseconds the coordinator was away after ledger index `since`; lease durations stop meanwhile."""
         return sum(length for index, length in self.outages if index > since)
-
-    def leases_of(self, owner: bytes) -> list[LeaseState]:
-        """The owner's leases that are open or undecided, oldest first."""
-        waiting = [self.state.submissions[index].lease_id for index in self.undecided]
-        held = (self.state.leases[lease_id] for lease_id in [*self.open, *waiting])
-        return sorted((lease for lease in held if lease.owner == owner), key=lambda lease: lease.index)
