@@ -57,7 +57,7 @@ class Decoded:
 
     tokens: tuple[int, ...]
     logprobs: npt.NDArray[np.float32]
-    states_NH: npt.NDArray[np.float32]  # noqa: N815
+    states_NH: npt.NDArray[np.float32]
     finish: int
 
 

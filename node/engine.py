@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import math
 import os
 import signal
@@ -75,6 +76,9 @@ class TransformersEngine:
     """The honest backend over Transformers models in float32."""
 
     def __init__(self) -> None:
+        # The slow imports happen here, before the socket appears: an engine that answers is ready for work.
+        for name in ("node.decode", "verifier.model", "verifier.toploc"):
+            importlib.import_module(name)
         self.policy: PolicyModel | None = None
         self.root = b""
         self._files: dict[str, bytes] = {}

@@ -28,8 +28,8 @@ from protocol.engine import (
 from protocol.errors import EngineError, ReasonCode
 from protocol.limits import MAX_TEXT
 
-START_DEADLINE_S = 90.0
-"""Importing torch on a slow, busy machine takes up to a minute."""
+START_DEADLINE_S = 240.0
+"""Importing torch and transformers on a slow machine that starts many processes takes minutes."""
 
 INFO_DEADLINE_S = 30.0
 LOAD_DEADLINE_S = 300.0

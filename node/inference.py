@@ -137,8 +137,17 @@ class InferenceNode:
                 self._log.event("weights.waiting", sources=self._member.sources(), reason=str(exc))
                 self._log.say(f"no weights yet from the run's relays ({sources}); trying on")
                 continue
-            self._hold(policy)
-            return
+            break
+        self._hold(policy)
+        await self._warm_up(policy)
+
+    async def _warm_up(self, policy: Policy) -> None:
+        """Load before the first lease is asked for, so that none runs while weights are read for the first time."""
+        try:
+            await self._engine.load(policy.directory, policy.epoch, policy.step, policy.root)
+        except EngineError as exc:
+            self._log.event("engine.away", code=exc.code.value, reason=str(exc))
+            await self._bring_engine_back()
 
     def _hold(self, policy: Policy) -> None:
         self._member.policy = (policy.epoch, policy.step)

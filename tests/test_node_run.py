@@ -95,7 +95,7 @@ def test_a_node_works_through_failures_of_everything_around_it(river):
     assert len(children) >= 2
     assert node.stop() == 0
     river.wait("its children to be gone", lambda: not any(is_running(pid) for pid in children), 10)
-    assert not node.errors.read_text()
+    assert "Traceback" not in node.errors.read_text()
 
 
 @pytest.mark.heavy

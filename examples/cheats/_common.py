@@ -76,9 +76,7 @@ def main(engine: Callable[[TruthLog, argparse.Namespace], DishonestEngine], doc:
     """Run the program. `extra` holds (flag, keyword arguments) of its own options."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument(
-        "--truth", type=Path, required=True, metavar="LOG", help="own log of what it did (JSONL)"
-    )
+    parser.add_argument("--truth", type=Path, required=True, metavar="LOG", help="own log of what it did (JSONL)")
     for flag, options in extra:
         parser.add_argument(flag, **options)
     args = parser.parse_args()
