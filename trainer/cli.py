@@ -147,21 +147,24 @@ def _load(args: argparse.Namespace) -> RunConfig:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    config = _load(args)
     from trainer import coordinator
 
-    return coordinator.main(_load(args), as_json=args.json)
+    return coordinator.main(config, as_json=args.json)
 
 
 def _learn(args: argparse.Namespace) -> int:
+    config = _load(args)
     from trainer import learner
 
-    return learner.main(_load(args), as_json=args.json)
+    return learner.main(config, as_json=args.json)
 
 
 def _sft(args: argparse.Namespace) -> int:
+    config = _load(args)
     from trainer import sft
 
-    return sft.main(_load(args), as_json=args.json)
+    return sft.main(config, as_json=args.json)
 
 
 def _demo(args: argparse.Namespace) -> int:

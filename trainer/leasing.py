@@ -24,7 +24,10 @@ from trainer.news import News
 MAX_WAIT_S = 20.0
 """How long a `lease.next` or `job.next` is held open. Longer meets the deadlines of proxies and clients."""
 
-RETRY_MS = 1_000
+AGAIN_AFTER_S = 3.0
+"""An open lease is sent again only after this wait: usually its upload is just about to arrive."""
+
+RETRY_MS = 100
 LEAVE_RETRY_MS = 30_000
 CLOCK_S = 1.0
 
@@ -44,7 +47,9 @@ class Leasing:
         """Hold the request until there is a lease for this node, its wait is over, or waiting is pointless."""
         node = self.members.require(member, "inference")
         loop = asyncio.get_running_loop()
-        end = loop.time() + min(request.wait_ms / 1000, MAX_WAIT_S)
+        wait_s = min(request.wait_ms / 1000, MAX_WAIT_S)
+        end = loop.time() + wait_s
+        again = loop.time() + min(wait_s / 2, AGAIN_AFTER_S)
         while True:
             ticket = self.book.changes.ticket()
             decision = self._decide(node, request)
@@ -52,9 +57,14 @@ class Leasing:
                 raw = await self._issue(node, decision.lease)
                 return LeaseReply(raw, node.state, "", 0)
             if decision.kind == "again":
+                if loop.time() < again:
+                    await self.book.changes.wait(ticket, again - loop.time())
+                    continue
                 await self.book.commit()
-                raw_again = self.book.window.envelopes.get(decision.lease_id)
-                return LeaseReply(raw_again, node.state, "the open lease once more", 0)
+                sent = self.book.window.envelopes.get(decision.lease_id)
+                if sent is None:
+                    continue  # its upload arrived during the commit
+                return LeaseReply(sent, node.state, "the open lease once more", 0)
             left = end - loop.time()
             if decision.kind == "leave":
                 return LeaseReply(None, node.state, decision.reason[:512], LEAVE_RETRY_MS)
