@@ -21,8 +21,8 @@ import numpy.typing as npt
 class Advantages:
     """values_B: float32, one per rollout. keep_B: bool, False where the group has no variance."""
 
-    values_B: npt.NDArray[np.float32]  # noqa: N815
-    keep_B: npt.NDArray[np.bool_]  # noqa: N815
+    values_B: npt.NDArray[np.float32]
+    keep_B: npt.NDArray[np.bool_]
     groups: int
     groups_kept: int
 

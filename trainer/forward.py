@@ -29,10 +29,10 @@ class Packed:
     lengths: chosen tokens per sequence; their sum is N.
     """
 
-    ids_BL: torch.Tensor  # noqa: N815
-    rows_N: torch.Tensor  # noqa: N815
-    columns_N: torch.Tensor  # noqa: N815
-    targets_N: torch.Tensor  # noqa: N815
+    ids_BL: torch.Tensor
+    rows_N: torch.Tensor
+    columns_N: torch.Tensor
+    targets_N: torch.Tensor
     lengths: tuple[int, ...]
 
 
