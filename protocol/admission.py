@@ -23,8 +23,8 @@ PAUSE_S = 60.0
 DEFAULT_PER_ADDRESS = 64
 """Connections of one public address or /64. Lower hurts machines behind one NAT, higher helps a flooder."""
 
-MAX_HALF_OPEN_PER_ADDRESS = 64
-"""Handshakes in progress of one address, loopback included: they hold slots without having proven a key."""
+MAX_HALF_OPEN_PER_ADDRESS = 32
+"""Handshakes in progress of one address: they hold slots without having proven a key. Loopback may hold half of all."""
 
 _MAX_TRACKED = 4096
 
@@ -70,12 +70,15 @@ class Admission:
             return self.per_address
         return self.total if is_loopback(group) else DEFAULT_PER_ADDRESS
 
+    def _half_open_share(self, group: str) -> int:
+        return max(1, self.total // 2) if is_loopback(group) else MAX_HALF_OPEN_PER_ADDRESS
+
     def admit(self, group: str) -> bool:
         """Take a slot for a connection whose handshake starts now. False: close it at once."""
         if (
             self.connections >= self.total
             or self._open.get(group, 0) >= self._share(group)
-            or self._half_open.get(group, 0) >= MAX_HALF_OPEN_PER_ADDRESS
+            or self._half_open.get(group, 0) >= self._half_open_share(group)
             or self.paused(group)
         ):
             self.refused += 1

@@ -216,7 +216,8 @@ class ControlClient:
                 url, data=pack_frame(frame), timeout=timeout, allow_redirects=False
             ) as response:
                 if response.status != 200:
-                    raise TransportError(f"{url} answered {response.status}")
+                    code = ReasonCode.UNREACHABLE if response.status >= 500 else ReasonCode.MALFORMED
+                    raise TransportError(f"{url} answered {response.status}", code)
                 return unpack_frame(await read_bounded(response.content, MAX_FRAME_BYTES))
         except TimeoutError as exc:
             raise TransportError(f"{url} did not answer within {left:.1f} s", ReasonCode.DEADLINE) from exc
@@ -276,6 +277,8 @@ class ControlServer:
             answer = await handler(member, record, frame.attachment)
             return ControlFrame(f"{frame.kind}.reply", self._seal(f"{frame.kind}.reply", answer, member.key))
         except ProtocolError as exc:
+            if member is not None and exc.code is ReasonCode.NOT_JOINED:
+                self._guard.seen.pop((member.key, frame.kind), None)  # strangers' keys are free: keep nothing of them
             return self._refuse(exc.code, str(exc), member, frame)
         except Exception:
             logger.exception("the handler of %s failed", frame.kind)

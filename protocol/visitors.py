@@ -107,6 +107,9 @@ class Visitors:
             async with trio.open_nursery() as nursery:
                 await self._read_requests(visitor, nursery)
                 nursery.cancel_scope.cancel()
+        except Exception:
+            # A MemoryError at the process's bound, or a bug of ours: it may cost this connection, not the host.
+            logger.exception("serving %s failed", stream.group)
         finally:
             self.open.remove(visitor)
             await stream.abort()

@@ -176,6 +176,8 @@ async def test_a_flood_neither_bloats_nor_stops_the_host(make_host):
     client = await make_host()
     await client.request(server.addresses[0], ControlFrame("echo", b""), 10)
     before = (await server.stats())["rss_kib"]
+    limits = Path(f"/proc/{server.pid}/limits").read_text()
+    assert next(line for line in limits.splitlines() if "address space" in line).split()[3].isdigit()
     flood = asyncio.create_task(stranger("flood", server.addresses[0], 300))
     most = before
     while not flood.done():
@@ -234,6 +236,17 @@ async def test_a_peer_has_a_bounded_number_of_requests_and_connections(make_host
     assert (await server.stats())["refused"] > 0
     await second.close()
     await until_answered(third, address, 10)
+
+
+async def test_sockets_that_never_shake_hands_leave_room_for_others(make_host):
+    server = await make_host(LOOPBACK, handler=answer, max_connections=40)
+    client = await make_host()
+    port = int(server.addresses[0].split("/")[4])
+    half_open = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+    assert await until_answered(client, server.addresses[0], 20) == 0
+    assert (await server.stats())["inbound"] <= 21
+    for _, writer in half_open:
+        writer.close()
 
 
 async def test_a_failing_handler_is_an_internal_error_and_a_gone_peer_cancels_its_handler(make_host):

@@ -1,0 +1,93 @@
+"""Who may connect: the counting alone, with a clock of our own."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.admission import (
+    CHARGES_PER_ADDRESS,
+    DEFAULT_PER_ADDRESS,
+    MAX_HALF_OPEN_PER_ADDRESS,
+    PAUSE_S,
+    Admission,
+    address_group,
+)
+
+
+def admit(admission: Admission, group: str) -> bool:
+    """A connection whose handshake has ended."""
+    if not admission.admit(group):
+        return False
+    admission.handshake_ended(group)
+    return True
+
+
+def test_one_address_holds_its_share_and_others_the_rest():
+    admission = Admission(100, None, lambda: 0.0)
+    assert sum(admit(admission, "203.0.113.7") for _ in range(100)) == DEFAULT_PER_ADDRESS
+    assert sum(admit(admission, "203.0.113.8") for _ in range(100)) == 100 - DEFAULT_PER_ADDRESS
+    admission.release("203.0.113.7")
+    assert admit(admission, "198.51.100.1")
+    assert not admit(admission, "203.0.113.7")
+
+
+def test_loopback_has_no_share_unless_one_is_set():
+    admission = Admission(100, None, lambda: 0.0)
+    assert sum(admit(admission, "127.0.0.1") for _ in range(200)) == 100
+    admission = Admission(100, 2, lambda: 0.0)
+    assert sum(admit(admission, "127.0.0.1") for _ in range(200)) == 2
+
+
+def test_handshakes_in_progress_have_a_share_of_their_own():
+    admission = Admission(100, None, lambda: 0.0)
+    assert sum(admission.admit("203.0.113.7") for _ in range(100)) == MAX_HALF_OPEN_PER_ADDRESS
+    admission.handshake_ended("203.0.113.7")
+    assert admission.admit("203.0.113.7")
+
+
+def test_charges_pause_an_address_for_a_while_and_never_loopback():
+    now = [0.0]
+    admission = Admission(100, None, lambda: now[0])
+    for _ in range(CHARGES_PER_ADDRESS - 1):
+        admission.charge("203.0.113.7")
+    assert admit(admission, "203.0.113.7")
+    admission.charge("203.0.113.7")
+    assert not admit(admission, "203.0.113.7")
+    assert admit(admission, "203.0.113.8")
+    now[0] += PAUSE_S
+    assert admit(admission, "203.0.113.7")
+    for _ in range(2 * CHARGES_PER_ADDRESS):
+        admission.charge("127.0.0.1")
+    assert admit(admission, "127.0.0.1")
+
+
+def test_old_charges_are_forgotten_and_addresses_without_end_are_not_kept():
+    now = [0.0]
+    admission = Admission(100, None, lambda: now[0])
+    for _ in range(2 * CHARGES_PER_ADDRESS):
+        admission.charge("203.0.113.7")
+        now[0] += 2
+    assert admit(admission, "203.0.113.7")
+    for n in range(10_000):
+        admission.charge(f"10.{n >> 8}.{n & 255}.1")
+    assert len(admission._charges) <= 4096
+
+
+def test_an_ipv6_machine_counts_by_its_network():
+    assert address_group("2001:db8:1:2:3::4") == address_group("2001:db8:1:2:ffff::") == "2001:db8:1:2::/64"
+    assert address_group("::ffff:203.0.113.7") == "203.0.113.7"
+    assert address_group("::1") == "::/64"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "127.0.0.1"]), st.booleans()), max_size=200))
+def test_slots_are_given_back_whatever_the_order(steps):
+    admission, held = Admission(20, 5, lambda: 0.0), []
+    for group, leave in steps:
+        if leave and held:
+            admission.release(held.pop(0))
+        elif admit(admission, group):
+            held.append(group)
+        assert admission.connections == len(held) <= 20
+        assert all(held.count(g) <= 5 for g in held)
+    for group in held:
+        admission.release(group)
+    assert (admission.connections, admission._open, admission._half_open) == (0, {}, {})
