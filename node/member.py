@@ -156,6 +156,7 @@ class Member:
                 self.log.say("this node is now active")
             self.state = state
         if state == "suspended":
+            reason = reason.removeprefix("this node is suspended: ")
             raise SuspendedError(f"the coordinator suspended this node: {reason or 'no reason was given'}")
 
     async def call(

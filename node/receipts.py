@@ -52,6 +52,3 @@ class ReceiptStore:
 
     def __contains__(self, lease_id: bytes) -> bool:
         return (self._directory / f"{lease_id.hex()}.hw").exists()
-
-    def count(self) -> int:
-        return sum(1 for _ in self._directory.glob("*.hw"))
