@@ -65,7 +65,7 @@ SMALL = {
     "leases.probation_first_rollouts": 2,
     "leases.probation_accepted": 4,
     "leases.second_draw": 0.0,
-    "coordinator.linger_s": 1.0,
+    "coordinator.linger_s": 4.0,
     "coordinator.drain_s": 2.0,
 }
 
