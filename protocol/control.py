@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
-__all__ = ["Clock", "ControlClient", "ControlFrame", "ControlServer", "Member", "fetch_manifest"]
+__all__ = ["Clock", "ControlClient", "ControlFrame", "ControlServer", "Member", "fetch_manifest", "read_bounded"]
 
 R = TypeVar("R")
 JOIN = "join"
