@@ -22,11 +22,13 @@ from protocol.ledger import Appended, Ledger
 from protocol.manifest import Run
 from protocol.records import RoleGrant
 from protocol.segments import seal_missing
-from protocol.sequences import Sequences
+from protocol.sequences import SequenceGuard, Sequences
 from protocol.state import RunState
 from trainer.window import Window
 
 SECRET_BYTES = 32
+_FROM_MEMBERS = ("node.joined", "submission", "verdict")
+"""Events whose subject is a member's own envelope."""
 
 
 class Changes:
@@ -67,6 +69,8 @@ class Book:
     window: Window = field(init=False)
     joins: dict[bytes, bytes] = field(default_factory=dict)
     """Key -> the newest `join` envelope in the ledger."""
+    guard: SequenceGuard = field(default_factory=SequenceGuard)
+    """Highest sequence of each member's envelope kinds: what the ledger holds counts after a restart too."""
 
     @staticmethod
     def open(run: Run, coordinator: Identity, state_dir: Path, now_ms: Callable[[], int]) -> Book:
@@ -129,8 +133,12 @@ class Book:
     def _take(self, appended: Appended) -> None:
         self.state.apply(appended.index, appended.entry)
         self.window.observe(appended.index, appended.entry)
-        if appended.entry.event == "node.joined":
-            self.joins[parse(appended.entry.subject).signer] = appended.entry.subject
+        if appended.entry.event in _FROM_MEMBERS:
+            envelope = parse(appended.entry.subject)
+            seen = (envelope.signer, envelope.kind)
+            self.guard.seen[seen] = max(self.guard.seen.get(seen, 0), envelope.sequence)
+            if appended.entry.event == "node.joined":
+                self.joins[envelope.signer] = appended.entry.subject
 
     def close(self) -> None:
         self.ledger.close()

@@ -169,11 +169,11 @@ class LearnerSection(Section):
 class SftSection(Section):
     """The supervised stage before RL."""
 
-    steps: int = Field(default=40, ge=0)
+    steps: int = Field(default=100, ge=0)
     """Optimiser steps; 0 skips the stage."""
     batch_size: int = Field(default=64, ge=1)
     """Examples a step."""
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=2e-3, gt=0)
     """Peak learning rate."""
     cpu_seconds: float = Field(default=20.0, gt=0)
     """The stage stops here even if steps are left."""

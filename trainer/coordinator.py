@@ -47,9 +47,10 @@ from protocol.records import (
     RunFinished,
     Verdict,
 )
-from protocol.sequences import SequenceGuard
 from protocol.state import PolicyState
+from shardcast.errors import ShardcastError
 from shardcast.records import HEAD_KIND, Head
+from shardcast.store import published_heads
 from trainer import batches, leases
 from trainer.book import Book
 from trainer.config import RunConfig
@@ -110,7 +111,7 @@ class Coordinator:
             run=self.run,
             identity=identity,
             sequences=self.book.sequences,
-            guard=SequenceGuard(),
+            guard=self.book.guard,
             clock=self._clock,
         )
         uploading: Callable[[], frozenset[bytes]] = lambda: self.ingress.leases_uploading()  # noqa: E731
@@ -259,18 +260,21 @@ class Coordinator:
             await asyncio.sleep(HEAD_POLL_S)
 
     async def _take_head(self, path: Path) -> None:
+        """Take in the newest head and those before it: several may have come while nobody looked."""
+        newest = self.book.state.newest_policy
+        after = None if newest is None else (newest.epoch, newest.step)
         try:
             raw = path.read_bytes()
-            envelope = open_envelope(raw, run=self.run.id, kind=HEAD_KIND, signer=self.run.manifest.origin)
-            head = envelope.record(Head)
-        except (OSError, ProtocolError) as exc:
+            head = open_envelope(raw, run=self.run.id, kind=HEAD_KIND, signer=self.run.manifest.origin).record(Head)
+            between = published_heads(path.parent, self.run, after)
+        except (OSError, ProtocolError, ShardcastError) as exc:
             self.news.say(f"{path} does not hold ({exc}); the origin writes a new one with the next step")
             return
-        newest = self.book.state.newest_policy
         if newest is not None and (head.epoch, head.step) <= (newest.epoch, newest.step):
             self._compare(newest, head)
             return
-        self.book.append("policy", subject=raw)
+        for subject, _ in between:
+            self.book.append("policy", subject=subject)
         await self.book.commit()
         self.book.seal(self.run_dir / "ledger")
 
