@@ -110,7 +110,8 @@ def test_a_dishonest_node_is_suspended_told_why_and_leaves_with_exit_0(river, tm
     left = node.events("left")[0]
     assert left["code"] == "suspended"
     assert "suspended this node" in left["reason"] and "proof-mismatch" in left["reason"]
-    assert river.node("stranger")["state"] == "suspended"
+    # status.json is written about once a second: the node is told before it says so
+    river.wait("the status to say so", lambda: river.node("stranger").get("state") == "suspended", 20)
     # asked again it is told the same, at once
     again = river.join("stranger", "inference", "--engine-socket", str(socket))
     river.wait("the second attempt to end", lambda: again.process.poll() is not None, 60)
