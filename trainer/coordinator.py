@@ -273,7 +273,9 @@ class Coordinator:
         if newest is not None and (head.epoch, head.step) <= (newest.epoch, newest.step):
             self._compare(newest, head)
             return
-        for subject, _ in between:
+        last = (head.epoch, head.step)
+        earlier = [subject for subject, other in between if (other.epoch, other.step) < last]
+        for subject in [*earlier, raw]:
             self.book.append("policy", subject=subject)
         await self.book.commit()
         self.book.seal(self.run_dir / "ledger")

@@ -199,9 +199,10 @@ def _start_everything(stage: Stage, fleet: Any, args: argparse.Namespace) -> Non
         join(f"node-{number}", "inference")
     for kind, (_, log) in stage.cheats.items():
         socket = str(run_dir / "nodes" / kind / "engine.sock")
-        fleet.start(
-            f"{kind}-engine", [sys.executable, str(_programs() / f"{kind}.py"), "--socket", socket, "--truth", str(log)]
-        )
+        program = [sys.executable, str(_programs() / f"{kind}.py"), "--socket", socket, "--truth", str(log)]
+        if kind == "reward" and args.environments in ("sort", "rotate"):
+            program += ["--transform", args.environments]  # the prompt does not say which one is rewarded
+        fleet.start(f"{kind}-engine", program)
         join(kind, "inference", "--engine-socket", socket)
 
 
