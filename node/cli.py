@@ -69,7 +69,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _home(join)
     join.add_argument("--name", default="", help="what people see; not an identity (default: the host's name)")
-    join.add_argument("--engine", choices=("auto", "transformers"), default="auto", help="built-in engine to start")
     join.add_argument("--engine-socket", type=Path, metavar="PATH", help="use the engine that listens here instead")
     join.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of the model (default 1)")
     join.add_argument(

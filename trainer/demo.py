@@ -32,7 +32,6 @@ _NEED_MIB = {"tiny": (4500, 1024), "smollm2": (12000, 16384)}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's options; kept apart so that `--help` imports nothing heavy."""
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="what to train (default: tiny)")
-    parser.add_argument("--engine", choices=("transformers",), default="transformers", help="inference engine")
     parser.add_argument(
         "--environments", default=None, metavar="NAME", help="reverse, sort or rotate (tiny), addition (smollm2)"
     )
@@ -71,6 +70,9 @@ def main(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     begun = time.monotonic()
+    if not stage.quiet and stage.model == "smollm2":
+        sys.stdout.write("preparing SmolLM2-135M (about a minute, the first time only)\n")
+        sys.stdout.flush()
     run_id = _make_run(stage, args)
     fleet = Fleet(run_id, stage.run_dir / "logs", _environment())
     finished = False
