@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,10 +21,17 @@ from protocol.codec import Fixed, Seq, Sub, Text, UInt, record
 from protocol.envelope import Envelope, open_envelope, parse
 from protocol.errors import DecodeError, ManifestError, ProtocolError, ReasonCode
 from protocol.identity import check_public_key
-from protocol.limits import KIB, MAX_ADDRESSES, MAX_MODEL_FILES
+from protocol.limits import KIB, MAX_ADDRESSES, MAX_MODEL_FILE_BYTES, MAX_MODEL_FILES
 from protocol.records import U32, U64, Bool, Float, Hash, Key, Line, Lines, Note, Word
 
 MANIFEST_KIND = "manifest"
+
+_MODEL_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]*(\.[A-Za-z0-9_\-]+)*\.(json|txt|jinja|model)")
+"""Names a model file may have: one plain path component, of a kind that holds no code, no pickle and no weights.
+
+Nodes and auditors write files under these names, and whoever opens a run chooses them: anything wider lets a stranger
+write outside the model's folder or put unverified weights in the verified ones' place.
+"""
 
 
 @record(4 * KIB)
@@ -32,6 +40,7 @@ class ModelFile:
     """A small file beside the weights (configuration, tokenizer), served by its hash."""
 
     name: Word
+    """A plain file name ending in .json, .txt, .jinja or .model; each once."""
     size: U64
     digest: Hash
 
@@ -156,6 +165,21 @@ def run_id_of(manifest: RunManifest) -> bytes:
     return blake3(codec.encode(manifest)).digest()
 
 
+def _check_files(model: ModelSpec) -> None:
+    names = [file.name for file in model.files]
+    for file in model.files:
+        if not _MODEL_FILE.fullmatch(file.name):
+            raise ManifestError(
+                f"the manifest names the model file {file.name!r}, which is no plain name of a configuration or "
+                "tokenizer file; whoever opened this run is not to be trusted",
+                ReasonCode.MALFORMED,
+            )
+        if file.size > MAX_MODEL_FILE_BYTES:
+            raise ManifestError(f"the model file {file.name!r} is over its bound", ReasonCode.OVERSIZE)
+    if len({name.casefold() for name in names}) != len(names):
+        raise ManifestError("the manifest names one model file twice", ReasonCode.MALFORMED)
+
+
 def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
     """Check a genesis manifest envelope and return the run it opens.
 
@@ -163,7 +187,7 @@ def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
         expect: the run id the caller came with (share code, file); None trusts the first manifest seen.
 
     Raises:
-        ManifestError: not signed by its own root, or another run's.
+        ManifestError: not signed by its own root, another run's, or it names files that may not be written.
     """
     try:
         envelope = parse(raw)
@@ -174,6 +198,7 @@ def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
         open_envelope(raw, run=run, kind=MANIFEST_KIND, signer=manifest.root)
         for key in (manifest.coordinator, manifest.origin, manifest.coordinator_transport):
             check_public_key(key)
+        _check_files(manifest.model)
     except ManifestError:
         raise
     except ProtocolError as exc:
