@@ -23,7 +23,7 @@ from protocol.manifest import Run
 from shardcast.download import hash_region, preallocate, write_region
 from shardcast.errors import PublicationError, StoreError
 from shardcast.heads import parse_publication_name, publication_name
-from shardcast.layout import Layout, decode_layout, safetensors_header
+from shardcast.layout import Layout, decode_layout, safetensors_header, shard_length
 from shardcast.limits import PIECE_BYTES
 from shardcast.publication import Key, Publication, split_frames
 from shardcast.puller import WEIGHTS_NAME, Policy
@@ -111,6 +111,11 @@ class Archive:
         name = f"published/{publication_name((epoch, step))}"
         if published is None or self._layout is None:
             raise PublicationError(f"{name} is missing from the archive, or damaged", ReasonCode.RECORD_MISSING)
+        for index in range(published.publication.shards):
+            # Before room is made for what the layout promises: a few kilobytes of archive may promise 240 GB.
+            path = published.folder / shard_name(index)
+            if not path.is_file() or path.stat().st_size != shard_length(self._layout.nbytes, index):
+                raise PublicationError(f"{name}/{shard_name(index)} is missing or cut short", ReasonCode.SHARD_MISMATCH)
         directory = into / publication_name((epoch, step))
         directory.mkdir(parents=True, exist_ok=True)
         header = safetensors_header(self._layout)
@@ -157,6 +162,10 @@ class Archive:
                 return
         if publication.key != key or publication.manifest is None:
             self._note(f"{folder.name}/open.hw", PublicationError("the publication of another step"))
+            return
+        if self._layout is not None and publication.open.raw_bytes != self._layout.nbytes:
+            error = PublicationError("it has another size than the run's layout", ReasonCode.LENGTH_MISMATCH)
+            self._note(f"{folder.name}/open.hw", error)
             return
         self.publications[key] = Published(*key, publication.manifest.root, publication, folder)
 

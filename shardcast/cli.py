@@ -17,7 +17,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import HeadwaterError, ProtocolError, UsageError
+from protocol.commands import fail
+from protocol.errors import HeadwaterError, UsageError
 
 EXAMPLES = """examples:
   shardcast publish RUN                                publish RUN/checkpoints as they appear
@@ -38,20 +39,11 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(_until_signalled(args.command(args)))
     except KeyboardInterrupt:
         return 130
-    except UsageError as exc:
-        return _complain(args, exc, 2)
-    except ProtocolError as exc:
-        return _complain(args, exc, 1)
+    except HeadwaterError as exc:
+        code = 2 if isinstance(exc, UsageError) else 1
+        return fail(f"shardcast {args.name_of_command}", exc, as_json=args.json, code=code)
     except OSError as exc:
-        print(f"shardcast: {exc}; check the disk, its permissions and its free space", file=sys.stderr)  # noqa: T201
-        return 2
-
-
-def _complain(args: argparse.Namespace, error: HeadwaterError, code: int) -> int:
-    if args.json:
-        print(json.dumps({"error": str(error.code), "message": str(error)}), flush=True)  # noqa: T201
-    print(f"shardcast: {error}", file=sys.stderr)  # noqa: T201
-    return code
+        return fail(f"shardcast {args.name_of_command}", exc, as_json=args.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object per line, for programs")
     common.add_argument("--verbose", action="store_true", help="log what happens to stderr")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name_of_command")
 
     def add(name: str, command: Any, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
@@ -123,18 +115,30 @@ def _say(args: argparse.Namespace, text: str, **table: object) -> None:
     print(json.dumps(table) if args.json else text, flush=True)  # noqa: T201
 
 
+ORIGIN_LISTEN = "127.0.0.1:4803"
+"""Where the coordinator expects the origin when run.toml does not say; another default here and nobody finds it."""
+
+
 def _listen(run_dir: Path, given: str | None) -> str:
-    """`--listen`, else `[origin] listen` of run.toml, else any free port on loopback."""
+    """`--listen`, else `[origin] listen` of run.toml, else where the coordinator expects it; any port without a run.toml.
+
+    Raises:
+        UsageError: run.toml is no TOML, or its [origin] holds a key we don't know.
+    """
     if given is not None:
         return given
     path = run_dir / "run.toml"
     if not path.exists():
         return "127.0.0.1:0"
     try:
-        table = tomllib.loads(path.read_text())
-        listen = table.get("origin", {}).get("listen", "127.0.0.1:0")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as exc:
-        raise UsageError(f"{path} is no valid configuration ({exc}); correct it") from exc
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise UsageError(f"{path} is no valid TOML ({exc}); whoever edits this file must correct it") from exc
+    origin = table.get("origin", {})
+    unknown = sorted(set(origin) - {"listen"}) if isinstance(origin, dict) else ["origin"]
+    if unknown:
+        raise UsageError(f"{path}: origin.{unknown[0]}: unknown key. Whoever edits this file must correct it")
+    listen = origin.get("listen", ORIGIN_LISTEN)
     if not isinstance(listen, str):
         raise UsageError(f"{path}: [origin] listen must be text like '127.0.0.1:8100'")
     return listen
@@ -204,6 +208,7 @@ async def _pull(args: argparse.Namespace) -> int:
 
 async def _status(args: argparse.Namespace) -> int:
     from protocol.envelope import open_envelope
+    from shardcast.errors import SourceError
     from shardcast.records import HEAD_KIND, Head
 
     place: str = args.place
@@ -214,8 +219,15 @@ async def _status(args: argparse.Namespace) -> int:
         if args.manifest is None:
             raise UsageError("status of a URL needs --manifest RUN/manifest.hw, so that its head can be checked")
         run = _run(args)
-        async with new_session() as session:
-            raw = await Source(session, place, run.id).head()
+        try:
+            async with new_session() as session:
+                raw = await Source(session, place, run.id).head()
+        except SourceError as exc:
+            raise SourceError(
+                f"{exc}. Check the address and that this machine may connect to it; whoever runs that server must "
+                "start it",
+                exc.code,
+            ) from exc
     else:
         from shardcast.origin import load_run
         from shardcast.store import published_heads

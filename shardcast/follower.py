@@ -40,6 +40,10 @@ log = logging.getLogger("shardcast.follower")
 
 _RECONCILE_S = 1.0
 _KEPT_TRACKS = 8
+_RECORDS_PAUSE_MAX_S = 2.0
+
+ENDS = 3
+"""Frames of a publication beside its shards' records: the open record, the manifest and the head."""
 
 
 @dataclass
@@ -261,7 +265,7 @@ class Follower:
         while True:
             for raw in frames:
                 self._take(source, health, track, raw)
-            taken += len(frames)
+            taken = self._advanced(source, track.publication, taken, frames)
             self.advance()
             if track.announced or track.done.is_set():
                 return key
@@ -271,6 +275,44 @@ class Follower:
             frames = await source.records(key, taken, DEFAULT_WAIT_MS)
             if not frames:
                 await _keep_polite(start)
+
+    @staticmethod
+    def _advanced(source: Source, publication: Publication, taken: int, frames: list[bytes]) -> int:
+        """How many frames a source has sent now. Raises SourceError when it repeats itself and would never end."""
+        if taken + len(frames) > publication.shards + ENDS:
+            raise SourceError(
+                source.address,
+                f"sent more frames of {publication_name(publication.key)} than it has",
+                ReasonCode.OVERSIZE,
+            )
+        return taken + len(frames)
+
+    async def all_records(self, publication: Publication) -> None:
+        """Ask the sources until the signed record of every shard is known; what one sends wrong is charged to it."""
+        pause = 0.2
+        while len(publication.shard_envelopes()) < publication.shards:
+            for source, health in self.sources():
+                try:
+                    await self._records_from(source, publication)
+                except SourceError as exc:
+                    self._charge(health, exc)
+                if len(publication.shard_envelopes()) == publication.shards:
+                    return
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _RECORDS_PAUSE_MAX_S)
+
+    async def _records_from(self, source: Source, publication: Publication) -> None:
+        taken = 0
+        while frames := await source.records(publication.key, taken, 0):
+            taken = self._advanced(source, publication, taken, frames)
+            try:
+                for raw in frames:
+                    publication.take(raw)
+            except ForkError as exc:
+                self._seen.record_fork(pack_frames((*publication.frames(), *exc.evidence)))
+                raise
+            except (DecodeError, EnvelopeError, PublicationError) as exc:
+                raise SourceError(source.address, str(exc), exc.code) from exc
 
     def _opened(self, source: Source, raw: bytes) -> Publication:
         """The publication that an open record starts. Raises SourceError."""
@@ -435,7 +477,7 @@ class Follower:
             while track.publication.manifest is None:
                 for raw in frames:
                     self._take(source, health, track, raw, follow=False)
-                taken += len(frames)
+                taken = self._advanced(source, track.publication, taken, frames)
                 if track.publication.manifest is None:
                     start = time.monotonic()
                     frames = await source.records(key, taken, DEFAULT_WAIT_MS)

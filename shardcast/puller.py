@@ -143,7 +143,7 @@ class Puller:
         self._folder.mkdir(parents=True, exist_ok=True)
         (store / "blobs").mkdir(exist_ok=True)
         self._arrived = asyncio.Event()
-        self._header: bytes | None = None
+        self._header: tuple[bytes, int] | None = None
         self._has_files = False
         self._swept = False
         self._started = False
@@ -274,7 +274,13 @@ class Puller:
     # --- what the follower calls -----------------------------------------------------------------------------------
 
     async def _make_sink(self, publication: Publication) -> tuple[Sink, bool]:
-        header = await self._weights_header()
+        header, size = await self._weights_header()
+        if publication.open.raw_bytes != size:
+            raise PublicationError(
+                f"{publication_name(publication.key)} has {publication.open.raw_bytes} bytes, the run's layout {size}; "
+                "the origin signed it: the run's operator must explain",
+                ReasonCode.LENGTH_MISMATCH,
+            )
         await self._model_files()
         directory = self._folder / f".part-{publication_name(publication.key)}-{publication.open.publication.hex()}"
         resume = (directory / WEIGHTS_NAME).exists()
@@ -331,10 +337,11 @@ class Puller:
     def _blob(self, digest: bytes) -> Path:
         return self.store / "blobs" / digest.hex()
 
-    async def _weights_header(self) -> bytes:
+    async def _weights_header(self) -> tuple[bytes, int]:
+        """The header of the weights file, and the bytes that follow it."""
         if self._header is None:
             layout = decode_layout(await self._blob_bytes(self.run.manifest.model.layout, MAX_LAYOUT_BYTES))
-            self._header = safetensors_header(layout)
+            self._header = (safetensors_header(layout), layout.nbytes)
         return self._header
 
     async def _model_files(self) -> None:

@@ -180,24 +180,11 @@ class RelayServer:
 
     async def _on_whole(self, publication: Publication, sink: Sink) -> None:
         # Every record is needed on disk, also those whose shard came from a source that had only the manifest.
-        await self._all_records(publication)
+        await self._follower.all_records(publication)
         self.store.finish_files(publication)
         self.store.show_finished(publication)
         for key in self.store.keys[: -self.keep]:
             self.store.remove(key)
-
-    async def _all_records(self, publication: Publication) -> None:
-        while len(publication.shard_envelopes()) < publication.shards:
-            for source, health in self._follower.sources():
-                try:
-                    taken = 0
-                    while frames := await source.records(publication.key, taken, 0):
-                        taken += len(frames)
-                        for raw in frames:
-                            publication.take(raw)
-                except SourceError as exc:
-                    health.failed(exc)
-            await asyncio.sleep(0.2)
 
     async def _fetch_blobs(self) -> None:
         """Layout and model files, so that children need nobody else. Raises SourceError when no source has one."""

@@ -89,6 +89,26 @@ class _Shard(web.FileResponse):
             raise ConnectionResetError("the receiver fell below the minimum rate") from exc
 
 
+class _Answer(web.Response):
+    """Bytes from memory, whose receiver must keep to the minimum rate: unread answers of many would fill it."""
+
+    _request: web.BaseRequest | None = None
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        self._request = request
+        return await super().prepare(request)
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        size = len(self.body) if isinstance(self.body, bytes) else 0
+        try:
+            async with asyncio.timeout(HEADER_DEADLINE_S + size / MINIMUM_RATE_BYTES_S):
+                await super().write_eof(data)
+        except TimeoutError as exc:
+            if self._request is not None and self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the receiver fell below the minimum rate") from exc
+
+
 class _CappedServer(web.Server):
     """Closes connections over the caps before anything is read from them."""
 
@@ -203,12 +223,12 @@ class WeightsServer:
             case ["p", place, "records"]:
                 return await self._records(request, self._feed(place))
             case ["p", place, "open"]:
-                return web.Response(body=self._feed(place).frames[0], headers=_BINARY)
+                return _Answer(body=self._feed(place).frames[0], headers=_BINARY)
             case ["p", place, "manifest"]:
                 feed = self._feed(place)
                 if not feed.complete:
                     raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this publication has no manifest yet")
-                return web.Response(body=feed.frames[-2], headers=_BINARY)
+                return _Answer(body=feed.frames[-2], headers=_BINARY)
             case ["p", place, "shard", index]:
                 return self._shard(self._feed(place), index)
             case ["blob", name]:
@@ -240,7 +260,7 @@ class WeightsServer:
         while True:
             keys = self._store.keys
             if self._store.head is not None and keys and (after is None or keys[-1] > after):
-                return web.Response(body=self._store.head, headers=_BINARY)
+                return _Answer(body=self._store.head, headers=_BINARY)
             if not await self._store.changed(max(0.0, deadline - time.monotonic())):
                 return web.Response(status=204)
 
@@ -256,7 +276,7 @@ class WeightsServer:
                 return web.Response(status=204)
         return self._frames(feed, start)
 
-    def _frames(self, feed: Feed, start: int) -> web.Response:
+    def _frames(self, feed: Feed, start: int) -> _Answer:
         chosen = []
         size = 0
         for frame in self._store.frames_of(feed)[start:]:
@@ -264,7 +284,7 @@ class WeightsServer:
             size += len(frame) + 4
             if size > MAX_FEED_BYTES:
                 break
-        return web.Response(body=pack_frames(chosen), headers=_BINARY)
+        return _Answer(body=pack_frames(chosen), headers=_BINARY)
 
     def _shard(self, feed: Feed, index_text: str) -> web.StreamResponse:
         if not (index_text.isdecimal() and len(index_text) <= 7) or int(index_text) not in feed.shards:
@@ -293,7 +313,7 @@ class WeightsServer:
             sequence=self._sequences.next(CHALLENGE_KIND),
             issued_at=self._clock_ms(),
         )
-        return web.Response(body=envelope.raw, headers=_BINARY)
+        return _Answer(body=envelope.raw, headers=_BINARY)
 
 
 def _integer(request: web.BaseRequest, name: str, default: int) -> int:

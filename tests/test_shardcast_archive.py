@@ -118,3 +118,15 @@ def test_an_empty_archive_says_what_is_missing(made: MadeRun, tmp_path: Path) ->
     archive = Archive(tmp_path / "nothing", made.run)
     assert archive.publications == {}
     assert len(list(archive.problems())) == 3, "layout and two model files"
+
+
+def test_a_layout_bigger_than_what_is_there_makes_no_room_for_itself(
+    made: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kilobytes that promise 240 GB may not fill an auditor's disk."""
+    copy = tmp_path / "run"
+    shutil.copytree(made.directory, copy)
+    (copy / "published" / "e0000-s00000001" / "shard-000002.bin").write_bytes(b"")
+    monkeypatch.setattr("shardcast.archive.preallocate", lambda *_: pytest.fail("room was made first"))
+    with pytest.raises(PublicationError, match="shard-000002"):
+        open_published(copy, made.run).materialise(0, 1, tmp_path / "into")

@@ -103,7 +103,12 @@ async def test_idle_and_dripping_connections_are_closed_and_do_not_block_others(
             writer.close()
 
 
-async def test_a_receiver_below_the_minimum_rate_is_cut(wide: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resource", ["p/0-0/shard/0", "news"])
+async def test_a_receiver_below_the_minimum_rate_is_cut(
+    wide: MadeRun, monkeypatch: pytest.MonkeyPatch, resource: str
+) -> None:
+    """Also of an answer from memory: unread ones would otherwise fill it, for as long as a stranger likes."""
+    monkeypatch.setattr("shardcast.server.pack_frames", lambda frames: bytes(SHARD_BYTES))
     monkeypatch.setattr("shardcast.server.HEADER_DEADLINE_S", 0.3)
     monkeypatch.setattr("shardcast.server.MINIMUM_RATE_BYTES_S", 64 << 20)
     write_checkpoint(wide.directory, 0, 0, WIDE_SHAPES, seed=0)
@@ -115,7 +120,7 @@ async def test_a_receiver_below_the_minimum_rate_is_cut(wide: MadeRun, monkeypat
             slow.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(slow, (host, int(port)))
-            path = f"/v1/{wide.run.id.hex()}/p/0-0/shard/0"
+            path = f"/v1/{wide.run.id.hex()}/{resource}"
             await loop.sock_sendall(slow, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             await asyncio.sleep(1.5)
             got = 0

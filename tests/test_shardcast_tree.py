@@ -211,6 +211,53 @@ async def test_a_wrong_record_is_refused_with_a_reason_and_others_do_not_notice(
             assert puller._follower._failure is None
 
 
+async def test_a_source_that_repeats_itself_for_ever_is_left(small: MadeRun, tmp_path: Path) -> None:
+    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
+    async with publishing(small) as origin:
+        await until(lambda: bool(origin.store.keys), "the publication")
+        first = pack_frames([origin.store.feed((0, 0)).frames[0]])  # type: ignore[union-attr]
+
+        def repeat(path: str, status: int, body: bytes) -> tuple[int, bytes]:
+            return (200, first) if path.startswith("news") or path.endswith("/records") else (status, body)
+
+        async with lying(origin.server.url, repeat) as liar, pulling(small, [liar], tmp_path / "a") as puller:
+            await until(lambda: liar in puller.problems, "the refusal")
+            assert puller.problems[liar].code == ReasonCode.OVERSIZE
+        root = published_heads(origin.store.root, small.run)[0][1].root
+        async with lying(origin.server.url, repeat) as liar, pulling(small, [liar], tmp_path / "b") as puller:
+            with pytest.raises(TransportError):
+                await puller.fetch(0, 0, root, 2.0)
+            assert puller.problems[liar].code == ReasonCode.OVERSIZE
+
+
+@pytest.mark.parametrize("junk", [b"no envelope", None])
+async def test_a_lying_parent_neither_ends_a_relay_nor_holds_it_back(
+    small: MadeRun, tmp_path: Path, junk: bytes | None
+) -> None:
+    """One parent keeps the shards' records back and answers for them with junk, or with one frame for ever."""
+    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
+    async with publishing(small) as origin:
+        await until(lambda: bool(origin.store.keys), "the publication")
+        frames = origin.store.feed((0, 0)).frames  # type: ignore[union-attr]
+
+        def change(path: str, status: int, body: bytes) -> tuple[int, bytes]:
+            if path.startswith("news"):
+                return 200, pack_frames([frames[0], *frames[-2:]])
+            return (200, pack_frames([junk or frames[0]])) if path.endswith("/records") else (status, body)
+
+        def late(path: str, status: int, body: bytes) -> tuple[int, bytes]:
+            return (503, b"") if path.startswith("news") else (status, body)
+
+        async with (
+            lying(origin.server.url, change) as liar,
+            lying(origin.server.url, late) as honest,
+            relaying(small, [liar, honest], tmp_path / "relay") as relay,
+        ):
+            await until(lambda: relay.store.keys == [(0, 0)] or relay._follower._failure is not None, "the policy")
+            assert relay._follower._failure is None
+            assert liar in relay.problems and relay.store.feed((0, 0)) is not None
+
+
 async def test_a_wrong_model_file_or_layout_is_refused(small: MadeRun, tmp_path: Path) -> None:
     def change(path: str, status: int, body: bytes) -> tuple[int, bytes]:
         return (status, body + b" ") if path.startswith("blob/") else (status, body)
