@@ -14,6 +14,7 @@ from pathlib import Path
 from node.errors import NodeError
 from node.handover import hand_over
 from node.home import DEFAULT
+from protocol.commands import fail
 from protocol.errors import HeadwaterError, UsageError
 
 COMMANDS = ("join", "id", "status", "doctor")
@@ -32,22 +33,16 @@ def main() -> int:
     args = build_parser().parse_args(argv)
     try:
         code: int = args.command(args)
-    except UsageError as exc:
-        _complain(exc)
-        return 2
     except NodeError as exc:
-        _complain(exc)
-        return exc.exit_code
+        return fail(f"node {args.name_of_command}", exc, as_json=args.json, code=exc.exit_code)
     except HeadwaterError as exc:
-        _complain(exc)
-        return 1
+        code = 2 if isinstance(exc, UsageError) else 1
+        return fail(f"node {args.name_of_command}", exc, as_json=args.json, code=code)
+    except OSError as exc:
+        return fail(f"node {args.name_of_command}", exc, as_json=args.json)
     except KeyboardInterrupt:
         return 130
     return code
-
-
-def _complain(exc: HeadwaterError) -> None:
-    sys.stderr.write(f"node: {exc}\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="node", description="One machine of a headwater run.", epilog=_EPILOG, formatter_class=form
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="name_of_command")
 
     join = commands.add_parser(
         "join",

@@ -120,7 +120,7 @@ ORIGIN_LISTEN = "127.0.0.1:4803"
 
 
 def _listen(run_dir: Path, given: str | None) -> str:
-    """`--listen`, else `[origin] listen` of run.toml, else where the coordinator expects it; any port without a run.toml.
+    """`--listen`, else `[origin] listen` of run.toml, else its default; without a run.toml any free port.
 
     Raises:
         UsageError: run.toml is no TOML, or its [origin] holds a key we don't know.
@@ -224,8 +224,9 @@ async def _status(args: argparse.Namespace) -> int:
                 raw = await Source(session, place, run.id).head()
         except SourceError as exc:
             raise SourceError(
-                f"{exc}. Check the address and that this machine may connect to it; whoever runs that server must "
-                "start it",
+                exc.address,
+                f"{str(exc).removeprefix(f'{exc.address}: ')}. Check the address and that this machine may connect to "
+                "it; whoever runs that server must start it",
                 exc.code,
             ) from exc
     else:

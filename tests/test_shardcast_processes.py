@@ -129,7 +129,7 @@ def test_a_checkpoint_that_contradicts_the_archive_ends_the_origin_with_a_reason
         wait_for(made.directory / "published" / "e0000-s00000000" / "head.hw")
         write_checkpoint(made.directory, 0, 0, SMALL_SHAPES, seed=1)
         assert origin.wait(WAIT_S) == 1
-        assert line(origin.stdout)["error"] == "hash-mismatch"
+        assert line(origin.stdout)["error"]["code"] == "hash-mismatch"
         assert origin.stderr is not None
         assert "new epoch" in origin.stderr.read()
 

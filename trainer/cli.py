@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from protocol.commands import fail
 from protocol.errors import HeadwaterError, ReasonCode, UsageError
 
 if TYPE_CHECKING:
@@ -31,21 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return command(args)
-    except UsageError as exc:
-        return _fail(args, exc, 2)
     except HeadwaterError as exc:
-        return _fail(args, exc, 2 if exc.code in (ReasonCode.USAGE, ReasonCode.LEDGER_LOCKED) else 1)
+        could_not_start = exc.code in (ReasonCode.USAGE, ReasonCode.LEDGER_LOCKED)
+        return fail(f"trainer {args.command}", exc, as_json=args.json, code=2 if could_not_start else 1)
+    except OSError as exc:
+        return fail(f"trainer {args.command}", exc, as_json=args.json)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return 1
-
-
-def _fail(args: argparse.Namespace, exc: HeadwaterError, code: int) -> int:
-    if getattr(args, "json", False):
-        sys.stdout.write(json.dumps({"error": {"code": exc.code.value, "message": str(exc)}}) + "\n")
-    sys.stderr.write(f"trainer {args.command}: {exc}\n")
-    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,6 +92,9 @@ def _init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=None, help="optimiser steps (default: the preset's)")
     parser.add_argument("--environments", default=None, metavar="A,B", help="for example word/reverse,word/sort")
     parser.add_argument("--seed", type=int, default=0, help="the learner's seed")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="IP", help="this machine's address for members (default: 127.0.0.1)"
+    )
     parser.add_argument("--control-port", type=int, default=None, help="libp2p port (default: a free one)")
     parser.add_argument("--ingress-port", type=int, default=None, help="HTTP port (default: a free one)")
     parser.add_argument("--origin-port", type=int, default=None, help="port of the origin (default: a free one)")
@@ -122,6 +118,7 @@ def _init(args: argparse.Namespace) -> int:
         steps=args.steps,
         environment=args.environments,
         seed=args.seed,
+        host=args.host,
         control_port=args.control_port,
         ingress_port=args.ingress_port,
         origin_port=args.origin_port,
@@ -133,10 +130,19 @@ def _init(args: argparse.Namespace) -> int:
         return 0
     sys.stdout.write(
         f"made run {run.id.hex()} in {args.dir}\n"
-        f"  share code       {args.dir}/join.hw\n"
+        f"  share code       {(args.dir / 'join.hw').read_text(encoding='utf-8').strip()}\n"
+        f"                   (also in {args.dir}/join.hw)\n"
         f"  keep offline     {args.dir}/keys/root.pem\n"
-        f"next: trainer serve {args.dir}/run.toml\n"
+        "next, each in a terminal of its own:\n"
+        f"  trainer serve {args.dir}/run.toml\n"
+        f"  trainer learn {args.dir}/run.toml\n"
+        f"  shardcast publish {args.dir}\n"
     )
+    if not validators:
+        sys.stdout.write(
+            "no validator is admitted yet, so nothing can be accepted: run `node id --home DIR` where it will run, "
+            f"and put the peer id into {args.dir}/run.toml, [grants] validators, before `trainer serve`\n"
+        )
     return 0
 
 

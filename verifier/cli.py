@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from protocol.commands import fail
 from protocol.errors import HeadwaterError, UsageError
 
 Command = Callable[[argparse.Namespace], int]
@@ -29,16 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(args)
     except HeadwaterError as exc:
-        if args.json:
-            _print(json.dumps({"error": {"code": exc.code.value, "message": str(exc)}}))
-        sys.stderr.write(f"verifier {args.command}: {exc}\n")
-        return 2
+        return fail(f"verifier {args.command}", exc, as_json=args.json, code=2)
     except OSError as exc:
-        if isinstance(exc, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        sys.stderr.write(f"verifier {args.command}: {exc}; check the path and its permissions\n")
-        return 2
+        return fail(f"verifier {args.command}", exc, as_json=args.json, code=2)
     except KeyboardInterrupt:
         return 130
 
