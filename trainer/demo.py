@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,15 +53,19 @@ class Stage:
     model: str
     steps: int
     quiet: bool
+    sockets: Path
+    """A short folder for engine sockets: a Unix socket's path may have 107 bytes, a run directory's more."""
+    began: float = field(default_factory=time.time)
     cheats: dict[str, tuple[bytes, Path]] = field(default_factory=dict)
     interrupted: bool = False
-    notes: list[str] = field(default_factory=list)
+    notes: list[tuple[float, str]] = field(default_factory=list)
+    """Seconds since the start, and a sentence for the person who watches."""
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo. Exit codes: 0 finished, 1 did not finish, 2 could not start, 130 interrupted."""
     from trainer.processes import Fleet
-    from trainer.view import View
+    from trainer.view import View, display_path
 
     stage = _prepare(args)
     stops: list[int] = []
@@ -70,47 +76,73 @@ def main(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     begun = time.monotonic()
-    if not stage.quiet and stage.model == "smollm2":
-        sys.stdout.write("preparing SmolLM2-135M (about a minute, the first time only)\n")
-        sys.stdout.flush()
-    run_id = _make_run(stage, args)
-    fleet = Fleet(run_id, stage.run_dir / "logs", _environment())
+    _say(stage, f"making the run in {display_path(stage.run_dir)}")
     finished = False
     try:
-        with View(quiet=stage.quiet) as view:
-            _start_everything(stage, fleet, args)
-            finished = _watch(stage, fleet, view, begun, stops)
+        run_id = _make_run(stage, args)
+        fleet = Fleet(run_id, stage.run_dir / "logs", _environment())
+        try:
+            with View(quiet=stage.quiet) as view:
+                _start_everything(stage, fleet, args)
+                finished = _watch(stage, fleet, view, args.nodes, begun, stops)
+            _say(stage, "stopping every process of the run")
+        finally:
+            fleet.stop()
     finally:
-        fleet.stop()
+        shutil.rmtree(stage.sockets, ignore_errors=True)
     stage.interrupted = bool(stops)
     return _conclude(stage, fleet, finished, time.monotonic() - begun)
+
+
+def _say(stage: Stage, text: str) -> None:
+    if not stage.quiet:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
 
 # --- before -------------------------------------------------------------------------------------------------------
 
 
 def _prepare(args: argparse.Namespace) -> Stage:
-    """Check what can be checked before anything starts."""
+    """Check what can be checked before anything is written or started."""
+    from trainer.init import check_environments
+
     kinds = _kinds(args.cheats)
     if args.nodes < 1 or args.nodes > 64:
         raise UsageError(f"--nodes {args.nodes} is out of range; give 1 to 64")
-    run_dir = (args.dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise UsageError(
-            f"{run_dir} exists and is not empty; give another --dir, or continue that run with: "
-            f"trainer serve {run_dir}/run.toml"
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    _check_room(args.model, run_dir)
     steps = args.steps if args.steps is not None else {"tiny": 150, "smollm2": 30}[args.model]
     if steps < 1:
         raise UsageError(f"--steps {steps} is out of range; give at least 1")
-    stage = Stage(run_dir, args.model, steps, args.json)
+    if args.seed < 0:
+        raise UsageError(f"--seed {args.seed} is out of range; give 0 or more")
+    if args.model == "smollm2" and not args.json:
+        sys.stdout.write("preparing SmolLM2-135M (about a minute, the first time only)\n")
+        sys.stdout.flush()
+    check_environments(args.model, args.environments)
+    _check_memory(args.model)
+    run_dir = _empty_directory((args.dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute())
+    _check_disk(args.model, run_dir)
+    stage = Stage(run_dir, args.model, steps, args.json, Path(tempfile.mkdtemp(prefix="headwater-demo-")))
     for kind in kinds:
         home = run_dir / "nodes" / kind
         key = load_or_create_identity(home / "identity.pem").public
         stage.cheats[kind] = (key, home / "own-log.jsonl")
     return stage
+
+
+def _empty_directory(run_dir: Path) -> Path:
+    """Make the run's directory, or take an empty one. Raises UsageError for anything else, OSError if it can't."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"{run_dir} is a file; give another --dir")
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        fix = (
+            f"or continue that run with: trainer serve {shlex.quote(str(run_dir / 'run.toml'))}"
+            if (run_dir / "run.toml").exists()
+            else "or empty it"
+        )
+        raise UsageError(f"{run_dir} is not empty; give another --dir, {fix}")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir
 
 
 def _kinds(text: str) -> list[str]:
@@ -130,12 +162,18 @@ def _programs() -> Path:
     return Path(__file__).resolve().parent.parent / "examples" / "cheats"
 
 
-def _check_room(model: str, run_dir: Path) -> None:
-    """Refuse to start what could not finish: too little memory or disk."""
-    memory, disk = _NEED_MIB[model]
+def _check_disk(model: str, run_dir: Path) -> None:
+    """Refuse to start what could not finish: too little disk. A directory made for it is taken away again."""
+    disk = _NEED_MIB[model][1]
     free_disk = shutil.disk_usage(run_dir).free >> 20
     if free_disk < disk:
+        run_dir.rmdir()
         raise UsageError(f"{run_dir} has {free_disk} MiB free, this demo needs {disk}; give --dir on a larger disk")
+
+
+def _check_memory(model: str) -> None:
+    """Refuse to start what could not finish: too little memory."""
+    memory = _NEED_MIB[model][0]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:") and int(line.split()[1]) >> 10 < memory:
             raise UsageError(
@@ -200,7 +238,7 @@ def _start_everything(stage: Stage, fleet: Any, args: argparse.Namespace) -> Non
     for number in range(1, args.nodes + 1):
         join(f"node-{number}", "inference")
     for kind, (_, log) in stage.cheats.items():
-        socket = str(run_dir / "nodes" / kind / "engine.sock")
+        socket = str(stage.sockets / f"{kind}.sock")
         program = [sys.executable, str(_programs() / f"{kind}.py"), "--socket", socket, "--truth", str(log)]
         if kind == "reward" and args.environments in ("sort", "rotate"):
             program += ["--transform", args.environments]  # the prompt does not say which one is rewarded
@@ -216,15 +254,17 @@ def _script(name: str) -> str:
     return str(path)
 
 
-def _watch(stage: Stage, fleet: Any, view: Any, begun: float, stops: list[int]) -> bool:
+def _watch(stage: Stage, fleet: Any, view: Any, honest: int, begun: float, stops: list[int]) -> bool:
     """Look on until the run has finished, somebody interrupts, or nothing moves any more."""
     from trainer.view import Picture, take_picture
 
     picture = Picture(
         f"headwater demo: {stage.model}",
         steps=stage.steps,
-        labels={key.hex(): kind for kind, (key, _) in stage.cheats.items()},
+        dishonest=frozenset(key.hex() for key, _ in stage.cheats.values()),
         notes=stage.notes,
+        members=3 + honest + len(stage.cheats),  # a relay and two validators
+        began=stage.began,
     )
     moved, last, measured = begun, (-1, -1), 0.0
     while not stops:
@@ -238,11 +278,7 @@ def _watch(stage: Stage, fleet: Any, view: Any, begun: float, stops: list[int]) 
             if child.name == "coordinator" and child.exit_code == 0:
                 view.show(take_picture(stage.run_dir, picture))
                 return True
-            expected = child.exit_code == 0
-            stage.notes.append(
-                f"{child.name} ended (exit code {child.exit_code}; log: {child.log})"
-                + ("" if expected else f"; bring it back with: {fleet.restart_command(child)}")
-            )
+            stage.notes.append((picture.seconds, _how_it_ended(child, picture)))
         if _coordinator_finished(stage.run_dir):
             view.show(take_picture(stage.run_dir, picture))
             return True
@@ -253,11 +289,24 @@ def _watch(stage: Stage, fleet: Any, view: Any, begun: float, stops: list[int]) 
             moved, last = now, position
         limit = _STARTUP_S if picture.step == 0 else _STALL_S[stage.model]
         if now - moved > limit:
-            stage.notes.append(f"nothing moved for {limit:.0f} s; look into {stage.run_dir}/logs")
+            stage.notes.append((picture.seconds, f"nothing moved for {limit:.0f} s; look into {stage.run_dir}/logs"))
             view.show(picture)
             return False
         time.sleep(0.25)
     return False
+
+
+def _how_it_ended(child: Any, picture: Any) -> str:
+    """A sentence on a process that is no longer there: gone home, or lost and to be brought back."""
+    from trainer.view import display_path
+
+    state = next((n["state"] for n in picture.status.get("nodes", []) if n["name"] == child.name), "")
+    if child.exit_code == 0:
+        return f"{child.name} has left the run" + (", because it is suspended" if state == "suspended" else "")
+    return (
+        f"{child.name} is gone (exit code {child.exit_code}): its log is {display_path(child.log)}, the command that "
+        f"brings it back is in {display_path(child.log.with_name('commands.txt'))}"
+    )
 
 
 def _coordinator_finished(run_dir: Path) -> bool:
@@ -292,6 +341,6 @@ def _conclude(stage: Stage, fleet: Any, finished: bool, seconds: float) -> int:
         sys.stderr.write(f"interrupted; the archive so far is whole: verifier audit {stage.run_dir}\n")
         return 130
     if not finished:
-        sys.stderr.write("\n".join([*stage.notes[-5:], "the run did not finish"]) + "\n")
+        sys.stderr.write("\n".join([*(note for _, note in stage.notes[-5:]), "the run did not finish"]) + "\n")
         return 1
     return 0

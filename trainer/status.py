@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from protocol.commands import printable
 from protocol.errors import UsageError
 from protocol.identity import peer_id_text
 from protocol.state import NodeState
 from shardcast.heads import replace_file
 from trainer.book import Book
 from trainer.members import Members
-from trainer.news import News
+from trainer.news import News, in_words
 
 
 @dataclass
@@ -127,11 +128,30 @@ def as_text(picture: dict[str, Any]) -> str:
         "rollouts: " + ", ".join(f"{count} {name}" for name, count in rollouts.items()),
         f"{'node':<20} {'role':<10} {'state':<10} {'accepted':>8} {'rejected':>8} {'heard':>8}  why",
     ]
-    for node in picture["nodes"]:
+    for node in sorted(picture["nodes"], key=by_role):
         heard = "-" if node["last_seen_s"] is None else f"{node['last_seen_s']:.0f} s"
-        lines.append(
-            f"{node['name'][:20]:<20} {node['role']:<10} {node['state']:<10} {node['accepted']:>8} "
-            f"{node['rejected']:>8} {heard:>8}  {node['reason']}"
+        samples = node["role"] == "inference"  # who samples nothing has no standing to lose
+        state, accepted, rejected = (node["state"], node["accepted"], node["rejected"]) if samples else ("", "", "")
+        line = (
+            f"{printable(node['name'])[:20]:<20} {node['role']:<10} {state:<10} {accepted:>8} "
+            f"{rejected:>8} {heard:>8}  {printable(why(node['reason']))}"
         )
-    lines += [f"  {event['text']}" for event in picture["recent_events"][-5:]]
+        lines.append(line.rstrip())
+    if picture["recent_events"]:
+        lines.append("lately:")
+    lines += [f"  {printable(event['text'])}" for event in picture["recent_events"][-5:]]
     return "\n".join(lines) + "\n"
+
+
+_ORDER = {"inference": 0, "validator": 1, "relay": 2}
+
+
+def by_role(node: Mapping[str, Any]) -> tuple[int, str]:
+    """Sort key of a node in status.json: those that sample first, then those that check, then those that carry."""
+    return _ORDER.get(node["role"], 9), node["name"]
+
+
+def why(reason: str) -> str:
+    """A node's reason as code and plain words; empty for none."""
+    words = in_words(reason)
+    return reason if words == reason else f"{reason}: {words}"
