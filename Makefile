@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
-UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
+UV := VIRTUAL_ENV='$(CURDIR)/$(VENV)' $(BIN)/uv
 
 .PHONY: install demo test check test-heavy bench bench-peers soak docs clean
 
@@ -13,10 +13,10 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@echo "[1/4] making $(VENV)"
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "headwater needs Python 3.11, 3.12 or 3.13; run make with PYTHON=python3.11")'
+	@echo "[1/4] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/4] torch (the largest part)"
+	@echo "[2/4] torch: most of 1.4 GB, minutes on a slow line"
 	@$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@$(BIN)/pip install --quiet uv
 	@echo "[3/4] headwater and its dependencies"
@@ -51,7 +51,6 @@ bench: install
 # Peers we measure against live in environments of their own: their import names clash with ours.
 bench-peers:
 	@echo "no benchmark needs a peer yet (benchmarks.overhead measures against our own bare loop)"
-
 
 # Longer lines of acceptance than CI has time for; their dated results are in docs/results/.
 soak: install
