@@ -313,7 +313,7 @@ class _Builder:
             model=ModelSpec("Qwen3ForCausalLM", "float32", layout, 64, tuple(files)),
             environments=(self.environment.spec(),),
             sampling=SamplingSpec(1.0, 6, (EOS,)),
-            thresholds=Thresholds(3e-6, 4, 2.0**-6, 1e-4, 1e-4, 200, 2000, 1e-7, 0, 1e-6, 1e-6, "test"),
+            thresholds=Thresholds(3e-6, 4, 2.0**-14, 1e-4, 1e-4, 200, 2000, 1e-7, 0, 1e-6, 1e-6, "test"),
             leases=LeasePolicy(2, 4, 2, 2, 4, 1000, 60_000, 5_000, 0.1),
             steps=self.steps,
         )

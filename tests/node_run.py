@@ -25,7 +25,7 @@ from trainer.init import make_run
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-STRICT = Thresholds(3e-6, 4, 2.0**-6, 1e-4, 1e-4, 1, 1, 0.0, 0, 0.0, 0.0, "tests")
+STRICT = Thresholds(3e-6, 4, 2.0**-14, 1e-4, 1e-4, 1, 1, 0.0, 0, 0.0, 0.0, "tests")
 SMALL = {
     "leases.samples_per_task": 4,
     "leases.tasks_per_step": 4,

@@ -62,7 +62,7 @@ def policy():
 def run():
     manifest = make_manifest(environments=(ENVIRONMENT.spec(),))
     thresholds = replace(
-        manifest.thresholds, proof_median=3e-6, proof_outliers=4, proof_gate=2.0**-6, token_margin=1e-4, logprob=1e-4
+        manifest.thresholds, proof_median=3e-6, proof_outliers=4, proof_gate=2.0**-14, token_margin=1e-4, logprob=1e-4
     )
     sampling = replace(manifest.sampling, max_new_tokens=9, stop_tokens=STOP)
     return Chain(replace(manifest, thresholds=thresholds, sampling=sampling)).run

@@ -57,6 +57,7 @@ from verifier import toploc
 from verifier.errors import PolicyError, VerifierError
 from verifier.judge import Judgement, decompress_submission, judge, judge_upload
 from verifier.model import PolicyModel, completion_text, load_policy, prompt_ids
+from verifier.thresholds import PROOF_GATE
 
 torch.set_num_threads(1)
 TINY = Path(__file__).parent.parent / "trainer" / "data" / "tiny"
@@ -78,7 +79,7 @@ def open_run(environment: Environment, temperature: float, cap: int, stop: tuple
         model=ModelSpec("Qwen3ForCausalLM", "float32", bytes(32), 256, ()),
         environments=(environment.spec(),),
         sampling=SamplingSpec(temperature, cap, stop),
-        thresholds=Thresholds(3e-6, 4, 2.0**-6, 1e-4, 1e-4, 0, 0, 0.0, 0, 0.0, 0.0, "test"),
+        thresholds=Thresholds(3e-6, 4, PROOF_GATE, 1e-4, 1e-4, 0, 0, 0.0, 0, 0.0, 0.0, "test"),
         leases=LeasePolicy(8, 16, 4, 2, 4, 32, 60_000, 1000, 0.1),
         steps=1,
         versions=(0x0100, 0x0100),
@@ -321,6 +322,24 @@ def test_weights_one_small_step_away_do_not_match(tiny: Rig) -> None:
         for weight in stale.parameters():
             weight += 1e-5 * torch.sign(torch.randn(weight.shape, generator=generator))
     assert set(reasons(tiny.judge(tiny.answer(stale)))) == {"proof-mismatch"}
+
+
+@pytest.mark.parametrize("name", ["tiny", "long"])
+def test_other_weights_in_part_of_a_rollout_do_not_match(name: str, request: pytest.FixtureRequest) -> None:
+    """The right weights for the first 60% of each chunk, int8 for the rest: its median is honest, its tail is not."""
+    rig = request.getfixturevalue(name)
+    other = PolicyModel(quantise(rig.policy.model), rig.policy.tokenizer)
+    rollouts = []
+    for rollout in rig.honest.rollouts:
+        prompt = prompt_ids(rig.policy.tokenizer, rig.environment.task(rollout.task).prompt)
+        sequence = [(prompt, tokens_of(rollout))]
+        mixed, cheap = (policy.prefill(sequence)[0].states_NH for policy in (rig.policy, other))
+        late = np.arange(len(mixed)) % 32 >= 0.6 * min(32, len(mixed))
+        assert late.any()
+        mixed[late] = cheap[late]
+        rollouts.append(dataclasses.replace(rollout, proofs=tuple(toploc.build_proofs(mixed))))
+    judged = rig.judge(dataclasses.replace(rig.honest, rollouts=tuple(rollouts)))
+    assert set(reasons(judged)) == {"proof-mismatch"}
 
 
 @pytest.mark.parametrize("name", ["tiny", "long"])
@@ -657,7 +676,11 @@ def test_flipped_bytes_never_raise_and_are_never_accepted_unless_harmless(small:
     accepted = check_judged(small, bytes(raw))
     for i in accepted:
         made, honest = codec.decode(Submission, bytes(raw)).rollouts[i], small.honest.rollouts[i]
-        assert dataclasses.replace(made, logprobs=honest.logprobs) == honest
+        assert dataclasses.replace(made, logprobs=honest.logprobs, proofs=honest.proofs) == honest
+        for proof, right in zip(made.proofs, honest.proofs, strict=True):
+            # the constant of limb 2 moves all points alike; its low bits, by less than rounding does
+            constant = slice(len(right) // 2 + 1, len(right) // 2 + 3)
+            assert proof[: constant.start] + proof[constant.stop :] == right[: constant.start] + right[constant.stop :]
 
 
 @FUZZ

@@ -43,7 +43,7 @@ from verifier import sampling, toploc
 from verifier.errors import CalibrationError
 from verifier.logprobs import token_logprobs
 from verifier.model import PolicyModel, load_policy, prompt_ids
-from verifier.thresholds import PROOF_GATE, Measurement, thresholds, to_json
+from verifier.thresholds import PROOF_GATE, SAFETY, Measurement, thresholds, to_json
 
 DECODE_BATCHES = (1, 8, 32)
 PREFILL_BATCHES = (1, 32)
@@ -161,7 +161,7 @@ def _compare(
     for batch in PREFILL_BATCHES:
         prefilled = policy.prefill(sequences, batch)
         proofs = [out.proofs for out in outputs]
-        for chunks in toploc.verify_many([p.states_NH for p in prefilled], proofs, PROOF_GATE):
+        for chunks in toploc.verify_many([p.states_NH for p in prefilled], proofs, PROOF_GATE / SAFETY):
             worst.proof_median = max([worst.proof_median, *(chunk.median for chunk in chunks)])
             worst.proof_outliers = max([worst.proof_outliers, *(chunk.outliers for chunk in chunks)])
         for (prompt, tokens), item, out, own in zip(sequences, items, outputs, prefilled, strict=True):

@@ -1,6 +1,7 @@
 """Where honest noise ends: from a measurement to the numbers a run's manifest carries.
 
     proof_median   max(3e-6, 5 x honest maximum), never above 1e-5: weights one step stale at lr 1e-6 start at 1.7e-5
+    proof_gate     2^-14; no honest chunk may have more than 4 points above a fifth of it
     token_margin   1e-4, which must be above 5 x honest maximum
     logprob        max(3e-4, 10 x honest maximum), never above 1e-3: it grows with the logits as a policy sharpens, and
                    is not trained on, so that room costs nothing
@@ -28,7 +29,10 @@ SAFETY = 5.0
 PROOF_MEDIAN_FLOOR, PROOF_MEDIAN_CEILING = 3e-6, 1e-5
 PROOF_OUTLIERS = 4
 """Points of a chunk that may be off: a value at the edge of the k largest may fall out on the other machine."""
-PROOF_GATE = 2.0**-6
+PROOF_GATE = 2.0**-14
+"""Error above which a point is off: 13 times the largest of any honest point (4.5e-6, 3,360 chunks of the tiny model),
+a hundredth of what int8 weights do. With 2^-6, int8 weights in the last 40% of a chunk's rows passed: a median says
+nothing about the other half."""
 TOKEN_MARGIN = 1e-4
 LOGPROB_SAFETY, LOGPROB_FLOOR, LOGPROB_CEILING = 10.0, 3e-4, 1e-3
 
@@ -52,6 +56,7 @@ class Measurement:
     chunks: int
     proof_median: float
     proof_outliers: int
+    """Points of a chunk above `PROOF_GATE / SAFETY`."""
     token_margin: float
     tokens_not_first: int
     """Tokens that another one beat by any margin at all in the verifier's prefill."""

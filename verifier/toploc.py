@@ -11,7 +11,13 @@ After Ong et al., "TOPLOC: A locality sensitive hashing scheme for trustless ver
     bytes     u16 modulus | k u16 coefficients of limb 1 | k of limb 2; ascending powers, big-endian
 
 `modulus` is the largest m <= 65497 for which all x differ. A verifier takes the points of its *own* states,
-evaluates both polynomials there and compares floats, sign included. Thresholds come from the run's manifest.
+evaluates both polynomials there and compares floats, sign included:
+
+    error     |claimed - own| / max(|own|, median of |own| over the chunk's points)
+
+A chunk has two bounds: one on the median of its errors, which is the finest, and one on how many may lie above a gate,
+which leaves no part of a chunk free to come from other weights. The floor under the divisor is for chunks of few
+values, where even the smallest are points: rounding is absolute there. Thresholds come from the run's manifest.
 
 The parser is total: it raises `ProofError` and nothing else. All work is vectorised over the chunks of many
 rollouts; the inverse table is made once, on first use.
@@ -50,8 +56,8 @@ _SMALLEST = np.float32(2.0**-100)
 class ChunkStats:
     """How far one chunk's claimed values are from the verifier's own.
 
-    median: of |claimed - own| / |own| over the k points (inf where the claim is not finite).
-    outliers: points off by more than the gate, of the other sign, or not a value a prover could have written.
+    median: of the k points' errors (inf where the claim is not finite).
+    outliers: points whose error is above the gate, or that are not a value a prover could have written.
     points: k.
     """
 
@@ -145,7 +151,7 @@ def verify_many(states: Sequence[F32], proofs: Sequence[Sequence[bytes]], gate: 
     Args:
         states: per rollout float32 [N, H] of the verifier's prefill.
         proofs: per rollout its chunks.
-        gate: relative error above which a value is an outlier (`Thresholds.proof_gate`).
+        gate: error above which a value is an outlier (`Thresholds.proof_gate`).
 
     Raises:
         ProofError: states that are not finite float32 [N, H], or proofs that `check_shape` refuses.
@@ -173,7 +179,9 @@ def verify_many(states: Sequence[F32], proofs: Sequence[Sequence[bytes]], gate: 
             np.float32
         )
         with np.errstate(all="ignore"):
-            error_CK = np.abs((claimed_CK - own_CK) / np.maximum(np.abs(own_CK), _SMALLEST))
+            size_CK = np.abs(own_CK)
+            floor_C1 = np.maximum(np.median(size_CK, axis=1, keepdims=True), _SMALLEST)
+            error_CK = np.abs((claimed_CK - own_CK) / np.maximum(size_CK, floor_C1))
         error_CK[garbage_CK | ~np.isfinite(error_CK)] = np.inf
         median_C = np.median(error_CK, axis=1)
         outliers_C = (error_CK > gate).sum(axis=1)
