@@ -27,7 +27,14 @@ from protocol.errors import DecodeError, EnvelopeError, ProtocolError, ReasonCod
 from protocol.frames import ERROR, MAX_FRAME_BYTES, ControlFrame, pack_frame, unpack_frame
 from protocol.host import HostProcess
 from protocol.identity import Identity, parse_peer_id, peer_id_text
-from protocol.limits import FALLBACK_AFTER_S, HEADER_DEADLINE_S, MAX_ATTACHMENT_BYTES, REQUEST_DEADLINE_S
+from protocol.limits import (
+    FALLBACK_AFTER_S,
+    HEADER_DEADLINE_S,
+    KIB,
+    MAX_ATTACHMENT_BYTES,
+    MIB,
+    REQUEST_DEADLINE_S,
+)
 from protocol.manifest import MANIFEST_KIND, Run, open_manifest
 from protocol.records import ErrorReply, JoinReply, JoinRequest
 from protocol.sequences import SequenceGuard, Sequences
@@ -40,6 +47,13 @@ __all__ = ["Clock", "ControlClient", "ControlFrame", "ControlServer", "Member", 
 
 R = TypeVar("R")
 JOIN = "join"
+
+MAX_HTTP_HELD_BYTES = 64 * MIB
+"""Request bodies held at once behind the HTTP door, all senders together. This bounds the application's memory."""
+
+SMALL_HTTP_BYTES = 64 * KIB
+SMALL_HTTP_RESERVE_BYTES = 16 * MIB
+"""Part of the bytes that only small bodies may use, so that a few large ones never keep heartbeats out."""
 
 _RETRIED = frozenset({ReasonCode.UNREACHABLE, ReasonCode.BUSY, ReasonCode.TOO_SLOW})
 """Transport failures after which asking again may help; anything else is the caller's to see."""
@@ -259,6 +273,7 @@ class ControlServer:
         self._guard = guard
         self._clock = clock
         self._handlers: dict[str, tuple[type[Any], ServerHandler]] = {}
+        self._held_bytes = 0
 
     def on(self, kind: str, record_cls: type[R], handler: Callable[[Member, R, bytes], Awaitable[object]]) -> None:
         """Serve a kind."""
@@ -268,23 +283,24 @@ class ControlServer:
         """Answer one frame. `transport_key` is the Noise-proven key of the connection, or empty over HTTP."""
         if frame.kind == MANIFEST_KIND:
             return ControlFrame(f"{MANIFEST_KIND}.reply", self.run.envelope.raw)
-        member = None
+        member, before = None, 0
         try:
-            member = self._admit(transport_key, frame)
+            member, before = self._admit(transport_key, frame)
             record_cls, handler = self._handlers[frame.kind]
             record = member.envelope.record(record_cls)
             self._check_join(member, record)
             answer = await handler(member, record, frame.attachment)
             return ControlFrame(f"{frame.kind}.reply", self._seal(f"{frame.kind}.reply", answer, member.key))
         except ProtocolError as exc:
-            if member is not None and exc.code is ReasonCode.NOT_JOINED:
+            if member is not None and not before:
                 self._guard.seen.pop((member.key, frame.kind), None)  # strangers' keys are free: keep nothing of them
             return self._refuse(exc.code, str(exc), member, frame)
         except Exception:
             logger.exception("the handler of %s failed", frame.kind)
             return self._refuse(ReasonCode.INTERNAL, "the coordinator failed; its operator must act", member, frame)
 
-    def _admit(self, transport_key: bytes, frame: ControlFrame) -> Member:
+    def _admit(self, transport_key: bytes, frame: ControlFrame) -> tuple[Member, int]:
+        """Who sent a frame, and the highest sequence of its key and kind before (0: none)."""
         if frame.kind not in self._handlers:
             raise EnvelopeError(f"kind {frame.kind!r} is not served here", ReasonCode.WRONG_KIND)
         if len(frame.attachment) > MAX_ATTACHMENT_BYTES:
@@ -299,8 +315,8 @@ class ControlServer:
         )
         if not envelope.audience:
             raise EnvelopeError("a request must name its coordinator as audience", ReasonCode.WRONG_AUDIENCE)
-        self._guard.accept(envelope.signer, envelope.kind, envelope.sequence)
-        return Member(envelope, transport_key)
+        before = self._guard.accept(envelope.signer, envelope.kind, envelope.sequence)
+        return Member(envelope, transport_key), before
 
     def _check_join(self, member: Member, record: object) -> None:
         if isinstance(record, JoinRequest) and member.transport_key not in (b"", record.transport_key):
@@ -334,14 +350,33 @@ class ControlServer:
 
         if request.match_info.get("run") != self.run.id.hex():
             return web.Response(status=404, text="this coordinator serves another run\n")
+        body = bytearray()
         try:
-            raw = await asyncio.wait_for(read_bounded(request.content, MAX_FRAME_BYTES), REQUEST_DEADLINE_S)
-            frame = unpack_frame(raw)
+            await asyncio.wait_for(self._read_body(request.content, body), REQUEST_DEADLINE_S)
+            frame = unpack_frame(bytes(body))
+            return await self._answer_http(request, frame)
         except TimeoutError:
             return web.Response(status=408, text=f"{ReasonCode.TOO_SLOW}\n")
         except DecodeError as exc:
-            status = 413 if exc.code is ReasonCode.OVERSIZE else 400
+            status = {ReasonCode.OVERSIZE: 413, ReasonCode.BUSY: 503}.get(exc.code, 400)
             return web.Response(status=status, text=f"{exc.code}: {exc}\n")
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _read_body(self, content: Any, body: bytearray) -> None:
+        """Read into `body` while there is room. Raises DecodeError(`oversize`, `busy`)."""
+        async for chunk in content.iter_any():
+            body += chunk
+            self._held_bytes += len(chunk)
+            if len(body) > MAX_FRAME_BYTES:
+                raise DecodeError(f"a body over the bound of {MAX_FRAME_BYTES} bytes", ReasonCode.OVERSIZE)
+            small = len(body) <= SMALL_HTTP_BYTES
+            if self._held_bytes > MAX_HTTP_HELD_BYTES - (0 if small else SMALL_HTTP_RESERVE_BYTES):
+                raise DecodeError("too many requests are being read; try again in a second", ReasonCode.BUSY)
+
+    async def _answer_http(self, request: web.Request, frame: ControlFrame) -> web.Response:
+        from aiohttp import web
+
         if frame.kind != request.match_info.get("kind"):
             return web.Response(status=400, text=f"{ReasonCode.WRONG_KIND}: the path names another kind\n")
         self.http_fallbacks += 1

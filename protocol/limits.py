@@ -69,3 +69,19 @@ MINIMUM_RATE_BYTES_S = 16 * KIB
 REQUEST_DEADLINE_S = 30.0
 FALLBACK_AFTER_S = 10.0
 """libp2p must have failed this long before a client tries the HTTP door."""
+
+
+def submission_raw_bound(rollouts: int, max_new_tokens: int) -> int:
+    """Bytes above which no honest answer to a lease lies, decompressed: a decoder may need many times what it is given.
+
+    Twice what our own encoder can need, so that a later minor version has room for more fields.
+    """
+    tokens = min(max_new_tokens, MAX_TOKENS_PER_ROLLOUT)
+    proofs = -(-tokens // PROOF_CHUNK_TOKENS) * (2 + 4 * PROOF_TOPK + 3)
+    return min(MAX_SUBMISSION_RAW_BYTES, 2 * (KIB + rollouts * (8 * tokens + proofs + 64)))
+
+
+def details_bound(rollouts: int, max_new_tokens: int) -> int:
+    """The same for a verdict's details: log-probabilities, a reward and at most `MAX_NUMBERS` named numbers each."""
+    tokens = min(max_new_tokens, MAX_TOKENS_PER_ROLLOUT)
+    return min(MAX_ATTACHMENT_BYTES, 2 * (KIB + rollouts * (4 * tokens + 80 * MAX_NUMBERS + 64)))

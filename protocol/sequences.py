@@ -52,8 +52,14 @@ class SequenceGuard:
     def __init__(self, seen: dict[tuple[bytes, str], int] | None = None) -> None:
         self.seen = dict(seen or {})
 
-    def accept(self, signer: bytes, kind: str, sequence: int) -> None:
-        """Record the number. Raises EnvelopeError(`stale-sequence`) unless it is higher than all before."""
-        if sequence <= self.seen.get((signer, kind), 0):
+    def accept(self, signer: bytes, kind: str, sequence: int) -> int:
+        """Record the number and return the highest before it (0: none).
+
+        Raises:
+            EnvelopeError(`stale-sequence`): it is not higher than all before.
+        """
+        before = self.seen.get((signer, kind), 0)
+        if sequence <= before:
             raise EnvelopeError(f"sequence {sequence} of {kind} was already seen", ReasonCode.STALE_SEQUENCE)
         self.seen[(signer, kind)] = sequence
+        return before

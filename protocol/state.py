@@ -82,6 +82,10 @@ class NodeState:
     """Index of the verdict that ended trust."""
     reason: str = ""
     """Why it is paused or suspended: a reason code."""
+    unreturned: int = 0
+    """Leases in a row that it gave up or let expire."""
+    lost_time: int = 0
+    """Ledger time of the last of them."""
     open_leases: set[bytes] = field(default_factory=set)
     undecided: set[int] = field(default_factory=set)
     """Its submissions that wait for a verdict."""
@@ -314,7 +318,9 @@ class RunState:
         if lease is None or lease.status != "open":
             raise LedgerError("no open lease has this id")
         lease.status, lease.reason = "closed", closed.reason
-        self.nodes[lease.owner].open_leases.discard(lease.lease_id)
+        owner = self.nodes[lease.owner]
+        owner.open_leases.discard(lease.lease_id)
+        owner.unreturned, owner.lost_time = owner.unreturned + 1, entry.time
 
     def _submission(self, index: int, entry: LedgerEntry) -> None:
         envelope, intent = self._subject(entry, UploadIntent)
@@ -331,6 +337,7 @@ class RunState:
         )
         lease.status, lease.submission = "submitted", index
         node.open_leases.discard(lease.lease_id)
+        node.unreturned = 0
         if not lost:
             node.undecided.add(index)
 

@@ -72,7 +72,7 @@ class _RefusedError(Exception):
         self.status, self.code = status, code
 
 
-class _Shard(web.FileResponse):
+class TimedFile(web.FileResponse):
     """A file whose receiver must keep to the minimum rate."""
 
     def __init__(self, path: Path, size: int) -> None:
@@ -291,7 +291,7 @@ class WeightsServer:
             raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this shard is not here, or not yet")
         index = int(index_text)
         self.counters.sent(feed.shards[index], feed.raw_bytes[index])
-        return _Shard(self._store.shard_path(feed.key, index), feed.shards[index])
+        return TimedFile(self._store.shard_path(feed.key, index), feed.shards[index])
 
     def _blob(self, name: str) -> web.StreamResponse:
         if not re.fullmatch(r"[0-9a-f]{64}", name):
@@ -299,7 +299,7 @@ class WeightsServer:
         path = self._store.blob(bytes.fromhex(name))
         if not path.exists():
             raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this blob is not here")
-        return _Shard(path, path.stat().st_size)
+        return TimedFile(path, path.stat().st_size)
 
     def _challenge(self, request: web.BaseRequest) -> web.StreamResponse:
         nonce = request.query.get("nonce", "")

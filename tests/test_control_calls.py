@@ -325,6 +325,59 @@ async def test_a_replayed_envelope_is_stale_and_a_badly_shaped_record_malformed(
     assert len(coordinator.asked) == 1
 
 
+async def test_strangers_whose_requests_are_refused_leave_nothing_behind(coordinator):
+    """Keys are free: what is remembered of one that was refused would be remembered of millions."""
+    for kind, record, expected in [
+        ("heartbeat", LeaseFailed(bytes(16), "x"), "malformed"),
+        ("lease.failed", LeaseFailed(bytes(16), "x"), "unknown-lease"),
+        ("join", a_join(bytes(32)), "not-owner"),
+    ]:
+        raw = sealed(coordinator, Identity.generate(), record, kind).raw
+        assert await refused(coordinator, raw, kind, key=bytes([1]) * 32) == expected
+    assert coordinator.server._guard.seen == {}
+    member = Identity.generate()
+    good = sealed(coordinator, member, a_heartbeat(), sequence=7)
+    await coordinator.server.handle(b"", ControlFrame("heartbeat", good.raw))
+    bad = sealed(coordinator, member, LeaseFailed(bytes(16), "x"), sequence=9)
+    assert await refused(coordinator, bad.raw) == "malformed"
+    assert await refused(coordinator, sealed(coordinator, member, a_heartbeat(), sequence=8).raw) == "stale-sequence"
+
+
+async def test_bodies_held_for_strangers_over_http_are_bounded(world, monkeypatch):
+    """Hundreds of connections with nine megabytes each would be the coordinator's memory; heartbeats still pass."""
+    monkeypatch.setattr(control, "MAX_HTTP_HELD_BYTES", 1 << 20)
+    monkeypatch.setattr(control, "SMALL_HTTP_RESERVE_BYTES", 1 << 18)
+    server = world.coordinator.server
+    host, port = world.ingress.addresses[0][:2]
+    path = f"/v1/{world.coordinator.run.id.hex()}/heartbeat"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {9 << 20}\r\n\r\n".encode()
+    held = []
+    try:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(head + bytes(400_000))
+            held.append((reader, writer))
+        async with asyncio.timeout(20):
+            done, _ = await asyncio.wait(
+                [asyncio.create_task(reader.readline()) for reader, _ in held], return_when=asyncio.FIRST_COMPLETED
+            )
+        assert b" 503 " in done.pop().result()
+        assert server._held_bytes <= 1 << 20
+        beat = pack_frame(ControlFrame("heartbeat", sealed(world.coordinator, ROOT, a_heartbeat()).raw))
+        small = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(beat)}\r\n\r\n".encode()
+        reader, writer = await asyncio.open_connection(host, port)
+        held.append((reader, writer))
+        writer.write(small + beat)
+        async with asyncio.timeout(20):
+            assert b" 200 " in await reader.readline()
+    finally:
+        for _, writer in held:
+            writer.close()
+    async with asyncio.timeout(20):
+        while server._held_bytes:
+            await asyncio.sleep(0.02)
+
+
 async def test_a_forger_s_reply_is_not_believed(world):
     """A host that answers with another key than the coordinator's."""
     home = world.tmp_path / "forger"

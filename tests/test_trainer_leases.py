@@ -47,6 +47,8 @@ class Bench:
         self.chain = Chain(make_manifest(**changes), Following())
         self.book: Following = self.chain.sink
         self.chain.open()
+        self.later_ms = 0
+        """How long after the last ledger entry the desk is asked."""
         self.nodes = [f"node-{i}" for i in range(nodes)]
         for name in ("v0", "v1"):
             self.chain.join(name, "validator")
@@ -64,7 +66,14 @@ class Bench:
     def ask(self, who: str, capacity: int = 64, uploading: frozenset[bytes] = frozenset()) -> leases.Decision:
         node = self.state.nodes[identity(who).public]
         return leases.decide(
-            self.state, self.window, node, capacity=capacity, uploading=uploading, secret=SECRET, bounds=BOUNDS
+            self.state,
+            self.window,
+            node,
+            capacity=capacity,
+            uploading=uploading,
+            secret=SECRET,
+            bounds=BOUNDS,
+            now_ms=self.book.time + self.later_ms,
         )
 
     def take(self, who: str) -> Lease:
@@ -244,6 +253,45 @@ def test_a_group_enters_whole_or_not_at_all(outcome: int) -> None:
     assert {e.rollout for e in entries if e.submission == held.index} == {4, 5, 6, 7}
 
 
+def test_who_takes_leases_and_returns_nothing_waits_longer_each_time() -> None:
+    """One key could otherwise fill the ledger with leases taken and given up, thousands a minute."""
+    bench = Bench()
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    for lost in range(1, 13):
+        bench.chain.close_lease(bench.take("node-1").lease_id, "failed: nothing")
+        wait = leases.backoff_ms(lost)
+        assert wait == (0 if lost <= 2 else min(300_000, 1000 * 2 ** (lost - 3)))
+        bench.later_ms = wait - 1
+        if wait:
+            assert bench.ask("node-1").kind == "wait" and "brought nothing" in bench.ask("node-1").reason
+        bench.later_ms = wait
+    assert bench.ask("node-0").kind == "issue", "nobody else waits"
+    bench.judge(bench.submit(bench.take("node-1")))
+    bench.later_ms = 0
+    bench.chain.close_lease(bench.take("node-1").lease_id)
+    assert bench.ask("node-1").kind == "issue", "what is returned makes good for what was lost"
+
+
+def test_free_keys_cannot_hold_what_the_run_needs() -> None:
+    """Thirty strangers take a lease each and return nothing: a quarter of the room is theirs, no more."""
+    bench = Bench(nodes=31, leases=replace(make_manifest().leases, probation_accepted=4))
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    held = 0
+    for who in bench.nodes[1:]:
+        decision = bench.ask(who)
+        if decision.kind == "issue":
+            held += bench.take(who).samples
+        else:
+            assert "newcomers" in decision.reason
+    # 3 batches of 8 rollouts may be under way; 4 are accepted already and 6 are the newcomers' share.
+    assert held == 4
+    while bench.ask("node-0").kind == "issue":
+        bench.accept("node-0")
+    assert bench.close_batch(), "the run goes on"
+
+
 class Simulation:
     """Random members over the pure decisions: what a run's state machine must survive."""
 
@@ -254,6 +302,7 @@ class Simulation:
         self.bench.chain.policy(0)
         self.held: list[tuple[str, Lease]] = []
         self.submitted: list[int] = []
+        self.bench.later_ms = 300_000  # whoever waits for having lost leases has waited
         self.trained: list[batches.BatchEntry] = []
 
     def run(self) -> None:

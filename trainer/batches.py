@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from protocol import codec
 from protocol.errors import DecodeError, LedgerError, ProtocolError, ReasonCode, UsageError
+from protocol.limits import details_bound
 from protocol.manifest import Run
 from protocol.records import (
     ACCEPT,
@@ -230,8 +231,10 @@ def check_details(
     """
     if blake3(raw).digest() != verdict.details:
         raise DecodeError("the details are not the ones the verdict names", ReasonCode.HASH_MISMATCH)
-    details = codec.decode(VerdictDetails, raw)
     expected = len(lease.tasks) * lease.samples
+    if len(raw) > details_bound(expected, lease.max_new_tokens):
+        raise DecodeError(f"{len(raw)} bytes of details for {expected} rollouts", ReasonCode.OVERSIZE)
+    details = codec.decode(VerdictDetails, raw)
     if len(details.rollouts) != expected or len(verdict.outcomes) != expected:
         raise DecodeError(f"the lease has {expected} rollouts, the verdict speaks of {len(verdict.outcomes)}")
     accepted = [i for i, outcome in enumerate(verdict.outcomes) if outcome.outcome == ACCEPT]

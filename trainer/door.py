@@ -9,36 +9,90 @@ Not covered: what is served (`ingress`).
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from protocol.admission import address_group, is_loopback
 from protocol.limits import HEADER_DEADLINE_S
 from trainer.config import split_endpoint
 from trainer.errors import StartError
 
 KEEPALIVE_S = 30.0
+UNREAD_S = 20.0
+"""A receiver that takes nothing of an answer for this long is cut: it would hold connection and bytes for ever."""
+
+SHARE = 4
+"""One address may hold this fraction of all connections. Loopback may hold all: behind it are a demo's nodes, or a
+reverse proxy that has limits of its own."""
+
 LINGER_S = 2.0
 """How long a refused body is read and dropped, so that the refusal arrives before the connection closes."""
 
 
+class Slots:
+    """Connections held, in all and by each address.
+
+    Args:
+        total: connections all addresses may hold together.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._held: Counter[str] = Counter()
+
+    def take(self, group: str) -> bool:
+        """Hold one more for an address group. False: it has its share, or there is none left; nothing is held then."""
+        share = self.total if is_loopback(group) else max(1, self.total // SHARE)
+        if self._held.total() >= self.total or self._held[group] >= share:
+            return False
+        self._held[group] += 1
+        return True
+
+    def give_back(self, group: str) -> None:
+        self._held[group] -= 1
+        if not self._held[group]:
+            del self._held[group]
+
+
 class GuardedHandler(RequestHandler):
-    """One connection. Closed when a request's header is not whole within `HEADER_DEADLINE_S`."""
+    """One connection. Closed when a request's header is not whole within `HEADER_DEADLINE_S`, or an answer unread."""
 
-    __slots__ = ("_header_timer", "_limit")
+    __slots__ = ("_group", "_header_timer", "_slots", "_unread_timer")
 
-    def __init__(self, server: web.Server, limit: int, **settings: Any) -> None:
+    def __init__(self, server: web.Server, slots: Slots, **settings: Any) -> None:
         super().__init__(server, **settings)
-        self._limit = limit
+        self._slots = slots
+        self._group: str | None = None
         self._header_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if self._manager is not None and len(self._manager.connections) > self._limit:
+        peer = transport.get_extra_info("peername")
+        group = address_group(str(peer[0]) if peer else "")
+        if not self._slots.take(group):
             transport.close()
             return
+        self._group = group
         self._start_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self._loop.call_later(UNREAD_S, self._cut)
+
+    def resume_writing(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+        super().resume_writing()
+
+    def _cut(self) -> None:
+        transport = self.transport
+        if transport is not None:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._current_request is None and self._header_timer is None:
@@ -47,6 +101,12 @@ class GuardedHandler(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.header_arrived()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+        if self._group is not None:
+            self._slots.give_back(self._group)
+            self._group = None
         super().connection_lost(exc)
 
     def header_arrived(self) -> None:
@@ -76,7 +136,7 @@ class Door:
     def __init__(self, app: web.Application, endpoint: str, connections: int) -> None:
         self._runner = web.AppRunner(app, access_log=None)
         self._endpoint = endpoint
-        self._connections = connections
+        self._slots = Slots(connections)
         self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -94,7 +154,7 @@ class Door:
         def connection() -> GuardedHandler:
             return GuardedHandler(
                 server,
-                self._connections,
+                self._slots,
                 loop=loop,
                 access_log=None,
                 keepalive_timeout=KEEPALIVE_S,

@@ -37,13 +37,14 @@ from protocol.limits import (
     MAX_ATTACHMENT_BYTES,
     MAX_ENVELOPE_BYTES,
     MAX_INTENT_BYTES,
-    MAX_SUBMISSION_RAW_BYTES,
     MIB,
     MINIMUM_RATE_BYTES_S,
+    submission_raw_bound,
 )
 from protocol.records import Receipt, UploadIntent
 from protocol.state import LeaseState
-from trainer import batches, draws
+from shardcast.server import TimedFile
+from trainer import batches, draws, leases
 from trainer.book import Book
 from trainer.config import IngressSection
 from trainer.door import header_arrived
@@ -93,6 +94,8 @@ class Ingress:
     """Leases whose body is arriving."""
     _reserved: int = 0
     _per_address: Counter[str] = field(default_factory=Counter)
+    _conflicts: dict[bytes, set[bytes]] = field(default_factory=dict)
+    """Lease -> digests of the other answers kept as evidence."""
 
     def application(self) -> web.Application:
         """The aiohttp application; bodies are streamed by the handlers, bounded by them."""
@@ -117,6 +120,9 @@ class Ingress:
             await self._settle_repeat(held, envelope, intent)
             return await self._receipt(held, envelope.signer)
         self._check_open(held, intent, request)
+        if self.book.now_ms() > leases.ends_at(self.book.window, held):
+            # An upload on its way keeps its lease open; begun again and again it would keep it open for ever.
+            raise ProtocolError("this lease's time is over", ReasonCode.LEASE_CLOSED)
         async with self._place(held.lease_id, intent.length, request.remote or ""):
             part = await self._spool(request, held.lease_id, intent)
             try:
@@ -162,10 +168,11 @@ class Ingress:
         assert held.submission is not None
         if self.book.state.submissions[held.submission].intent.digest == intent.digest:
             return
-        stem = f"{held.lease_id.hex()}.conflict-{intent.digest.hex()[:16]}"
-        path = self.files.submission(held.lease_id).with_name(stem)
-        if len(list(path.parent.glob(f"{held.lease_id.hex()}.conflict-*"))) < MAX_CONFLICTS_KEPT:
-            await asyncio.to_thread(write_atomic, path, envelope.raw)
+        kept = self._conflicts.setdefault(held.lease_id, set())
+        if intent.digest not in kept and len(kept) < MAX_CONFLICTS_KEPT:
+            kept.add(intent.digest)  # before the first await: many at once may not each find room
+            stem = f"{held.lease_id.hex()}.conflict-{intent.digest.hex()[:16]}"
+            await asyncio.to_thread(write_atomic, self.files.submission(held.lease_id).with_name(stem), envelope.raw)
         raise ProtocolError("this lease was already answered with other bytes", ReasonCode.CONFLICTING_SUBMISSION)
 
     def _check_open(self, held: LeaseState, intent: UploadIntent, request: web.Request) -> None:
@@ -173,7 +180,9 @@ class Ingress:
             raise ProtocolError("this node is suspended; its rollouts are not taken", ReasonCode.SUSPENDED)
         if held.status != "open":
             raise ProtocolError(f"this lease is closed: {held.reason}", ReasonCode.LEASE_CLOSED)
-        if intent.length > held.lease.max_bytes or intent.raw_length > MAX_SUBMISSION_RAW_BYTES:
+        if intent.length > held.lease.max_bytes or intent.raw_length > submission_raw_bound(
+            held.rollouts, held.lease.max_new_tokens
+        ):
             raise ProtocolError(f"more than the {held.lease.max_bytes} bytes this lease allows", ReasonCode.OVERSIZE)
         if intent.length == 0 or request.content_length != intent.length:
             raise UploadError(400, "Content-Length is not the length the intent names", ReasonCode.LENGTH_MISMATCH)
@@ -275,13 +284,12 @@ class Ingress:
         """The bytes of an open job, for whoever holds its token."""
         wanted = bytes.fromhex(request.match_info["job"])
         token = draws.job_token(self.book.secret, wanted).hex()
-        if not hmac.compare_digest(token, request.headers.get(TOKEN_HEADER, "").lower()):
+        given = request.headers.get(TOKEN_HEADER, "").lower().encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(token.encode(), given):
             raise ProtocolError("no open job has this id and token", ReasonCode.UNKNOWN_JOB)
         for submission, job in self.judging.open_jobs():
             if job.job_id == wanted:
-                return web.FileResponse(
-                    self.files.submission(submission.lease_id), headers={"Content-Type": "application/octet-stream"}
-                )
+                return TimedFile(self.files.submission(submission.lease_id), submission.intent.length)
         raise ProtocolError("this job is no longer open", ReasonCode.UNKNOWN_JOB)
 
     async def _manifest(self, request: web.Request) -> web.Response:

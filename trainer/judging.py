@@ -29,6 +29,9 @@ from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
 from trainer.news import News, in_words
 
+VERDICT_WAIT_S = 20.0
+"""How long a verdict waits for another one of the same job that is being written down."""
+
 REDELIVER_S = 15.0
 """A job asked for again this long after it was sent is sent again: the reply may have been lost."""
 
@@ -46,6 +49,9 @@ class Judging:
     monotonic: Callable[[], float] = time.monotonic
     delivered: dict[bytes, float] = field(default_factory=dict)
     """Job id -> when it was last handed to its validator."""
+    _writing: set[tuple[int, int]] = field(default_factory=set)
+    """(submission, round) whose details are being written. Two at once would leave one verdict's details on the disk
+    and the other verdict in the ledger."""
 
     # --- drawing --------------------------------------------------------------------------------------------------
 
@@ -176,10 +182,37 @@ class Judging:
             ProtocolError: no such job for this key, or details that do not fit the verdict.
         """
         node = self.members.require(member, "validator")
-        found = self._find(node, verdict)
+        found = await self._take(node, verdict)
         if found is None:
             return Ack("already counted")
         submission, job = found
+        try:
+            return await self._take_down(member, verdict, attachment, submission, job)
+        finally:
+            self._writing.discard((submission.index, job.round))
+            self.book.changes.notify()
+
+    async def _take(self, node: NodeState, verdict: Verdict) -> tuple[SubmissionState, JobDrawn] | None:
+        """The open job a verdict answers, with the place for its details held; None when it was already counted."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + VERDICT_WAIT_S
+        while True:
+            ticket = self.book.changes.ticket()
+            found = self._find(node, verdict)
+            if found is None:
+                return None
+            place = (found[0].index, found[1].round)
+            if place not in self._writing:
+                self._writing.add(place)
+                return found
+            if loop.time() >= end:
+                raise ProtocolError("another verdict on this job is still being written", ReasonCode.BUSY)
+            await self.book.changes.wait(ticket, end - loop.time())
+
+    async def _take_down(
+        self, member: Member, verdict: Verdict, attachment: bytes, submission: SubmissionState, job: JobDrawn
+    ) -> Ack:
+        node = self.book.state.nodes[member.key]
         held = self.book.state.leases[submission.lease_id]
         batches.check_details(
             verdict, attachment, submission, held.lease, lambda: read_upload(self.files.submission(held.lease_id))

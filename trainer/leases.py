@@ -6,7 +6,8 @@ its first rollouts will be trained at step b + floor(q). It is cut to what fits 
 last rollouts are not too old either.
 
 A lease that came back empty is issued again with the same nonce, tasks and samples, to somebody who never had it: the
-same tokens come back, and dropping a lease gains nothing.
+same tokens come back, and dropping a lease gains nothing. Who returns nothing waits longer each time, and all who never
+returned anything together hold a quarter of what may be under way: keys are free, and would else hold all of it.
 
 Not covered: signing and answering (`coordinator`), batches (`batches`).
 """
@@ -23,6 +24,19 @@ from trainer.window import Window
 
 GRACE_MS = 10_000
 """Added to a lease's duration before it expires: the reply and the first bytes of the upload travel too."""
+
+
+FREE_FAILURES = 2
+"""Leases in a row a node may lose without waiting: an engine that restarts, a connection that broke."""
+
+BACKOFF_MS = 1_000
+BACKOFF_MAX_MS = 300_000
+"""The wait doubles with each further lease lost in a row, up to five minutes. Without it one key fills the ledger with
+leases taken and given up."""
+
+NEWCOMERS_SHARE = 4
+"""Nodes without an accepted rollout together hold this fraction of the rollouts that may be under way. More lets free
+keys starve the run; less makes honest strangers wait longer for their first lease."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +107,12 @@ def decide(
     uploading: frozenset[bytes],
     secret: bytes,
     bounds: Bounds,
+    now_ms: int,
 ) -> Decision:
     """Answer one `lease.next`.
 
     Args:
+        now_ms: the coordinator's time.
         capacity: rollouts the node's engine takes at once.
         uploading: leases whose upload is arriving now; they are not sent again.
         secret: the coordinator's, 32 bytes: ids and nonces derive from it and the number of leases so far.
@@ -121,9 +137,14 @@ def decide(
         return Decision("again", lease_id=again.lease_id)
     if state.may_lease(node.key):
         return Decision("wait", "a node in probation has one lease at a time; the last one is being checked")
+    wait_s = (node.lost_time + backoff_ms(node.unreturned) - now_ms) / 1000
+    if wait_s > 0:
+        return Decision("wait", f"its last {node.unreturned} leases brought nothing; the next one in {wait_s:.0f} s")
     refusal = pacing(state, window, manifest)
     if refusal:
         return Decision("wait", refusal)
+    if node.accepted == 0 and not _newcomer_fits(state, window, manifest):
+        return Decision("wait", "enough newcomers are at work; one place is free when one of them is done")
     policy = state.newest_policy
     assert policy is not None
     size = _size(manifest, node, capacity, room(state, window, manifest, policy.step))
@@ -155,6 +176,19 @@ def _size(manifest: RunManifest, node: NodeState, capacity: int, left: int) -> t
     return max(1, min(rules.tasks_per_lease, min(capacity, left) // rules.samples_per_task)), rules.samples_per_task
 
 
+def backoff_ms(lost: int) -> int:
+    """How long a node waits after its `lost`-th lease in a row that brought nothing."""
+    return 0 if lost <= FREE_FAILURES else min(BACKOFF_MAX_MS, BACKOFF_MS << min(lost - FREE_FAILURES - 1, 20))
+
+
+def _newcomer_fits(state: RunState, window: Window, manifest: RunManifest) -> bool:
+    """Whether one more first lease fits into the newcomers' share; one always does."""
+    held = [state.leases[lease_id] for lease_id in window.open]
+    newcomers = sum(lease.rollouts for lease in held if state.nodes[lease.owner].accepted == 0)
+    share = (manifest.leases.max_staleness + 1) * batch_rollouts(manifest) // NEWCOMERS_SHARE
+    return newcomers == 0 or newcomers + manifest.leases.probation_first_rollouts <= share
+
+
 def _fresh(window: Window, manifest: RunManifest, policy: PolicyState, size: tuple[int, int], secret: bytes) -> Lease:
     tasks, samples = size
     environment = manifest.environments[window.leases % len(manifest.environments)]
@@ -178,9 +212,12 @@ def reissue(state: RunState, window: Window, node: NodeState, size: tuple[int, i
     """The oldest closed lease this node may take over: fresh enough, no larger than its own, never held by it."""
     manifest = state.manifest
     assert manifest is not None
+    rooms: dict[int, int] = {}
     for lease_id in window.closed:
         held = state.leases[lease_id]
-        if room(state, window, manifest, held.lease.step) <= 0:
+        if held.lease.step not in rooms:
+            rooms[held.lease.step] = room(state, window, manifest, held.lease.step)
+        if rooms[held.lease.step] <= 0:
             continue
         if node.key in window.owners.get(held.lease.nonce, ()) or held.rollouts > size[0] * size[1]:
             continue
@@ -188,12 +225,16 @@ def reissue(state: RunState, window: Window, node: NodeState, size: tuple[int, i
     return None
 
 
+def ends_at(window: Window, held: LeaseState) -> int:
+    """When a lease's duration is over, in ledger milliseconds; the time the coordinator was away does not count."""
+    return held.time + held.lease.duration_ms + GRACE_MS + window.outage_ms(held.index)
+
+
 def expired(state: RunState, window: Window, now_ms: int, uploading: frozenset[bytes]) -> list[LeaseState]:
     """Open leases whose duration is over; the time the coordinator was away does not count."""
     out = []
     for lease_id in window.open:
         held = state.leases[lease_id]
-        end = held.time + held.lease.duration_ms + GRACE_MS + window.outage_ms(held.index)
-        if now_ms > end and lease_id not in uploading:
+        if now_ms > ends_at(window, held) and lease_id not in uploading:
             out.append(held)
     return out

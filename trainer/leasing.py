@@ -86,7 +86,7 @@ class Leasing:
             raise ProtocolError("this lease belongs to another node", ReasonCode.NOT_OWNER)
         if held.status == "open":
             self.book.append("lease.closed", LeaseClosed(report.lease_id, _reason(f"failed: {report.reason}")))
-            self.news.say(f"{node.name} gave up a lease: {report.reason[:120]}")
+            self.news.say(f"{node.name} gave up a lease: {_printable(report.reason[:120])}")
         await self.book.commit()
         return Ack(f"lease is {held.status}")
 
@@ -115,6 +115,7 @@ class Leasing:
             uploading=self.uploading(),
             secret=self.book.secret,
             bounds=self.bounds,
+            now_ms=self.book.now_ms(),
         )
 
     async def _issue(self, node: NodeState, lease: Lease) -> bytes:
@@ -134,6 +135,11 @@ class Leasing:
             lifetime_ms=lease.duration_ms + leases.GRACE_MS,
             audience=node.key,
         )
+
+
+def _printable(text: str) -> str:
+    """A stranger's words for an operator's terminal: one line, nothing that moves a cursor."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _reason(text: str) -> str:

@@ -174,6 +174,9 @@ class Members:
 
     def _check_join(self, member: Member, request: JoinRequest) -> None:
         key = member.envelope.signer
+        if not all(text.isprintable() for text in (request.name, request.software, request.engine, *request.addresses)):
+            # These are shown to people: a name may not move an operator's cursor or add lines to a log.
+            raise DecodeError("name, software, engine and addresses are one line of printable characters each")
         if request.role not in ROLES:
             raise ProtocolError(f"there is no role {request.role!r}; choose from {', '.join(ROLES)}", ReasonCode.USAGE)
         if PROTOCOL_VERSION >> 8 not in {version >> 8 for version in request.versions}:
