@@ -51,11 +51,57 @@ def test_init_makes_a_run_and_refuses_to_make_it_twice(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["error"]["code"] == "usage"
 
 
+def test_init_says_what_to_type_next_and_how_validators_are_admitted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = trainer("init", str(run))
+    for words in (f"trainer serve {run}/run.toml", f"trainer learn {run}/run.toml", f"shardcast publish {run}",
+                  (run / "join.hw").read_text().strip(), "node id", "[grants] validators"):  # fmt: skip
+        assert words in done.stdout, words
+    peer = "12D3KooWS5ix63CMERhUwaJbsdvfoWJ6xBYwucYupsmbtdRCtjp9"
+    admitted = trainer("init", str(tmp_path / "other"), "--validator", peer)
+    assert admitted.returncode == 0 and "no validator" not in admitted.stdout
+    assert peer in (tmp_path / "other" / "run.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--cheats", "laziness"], "no such kind; there are quantised, small-model, reward, replay"),
+        (["--nodes", "0"], "--nodes 0 is out of range"),
+        (["--steps", "0"], "--steps 0 is out of range"),
+        (["--seed", "-1"], "--seed -1 is out of range"),
+        (["--environments", "chess"], "there is no environment 'chess'"),
+        (["--environments", "word/backwards"], "environment 'word/backwards'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_demo_that_cannot_start_leaves_nothing_behind(tmp_path: Path, more: list[str], message: str) -> None:
+    done = trainer("demo", "--dir", str(tmp_path / "run"), *more)
+    assert done.returncode == 2 and message in done.stderr and done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_never_starts_in_a_folder_that_holds_something(tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("mine")
+    done = trainer("demo", "--dir", str(tmp_path))
+    assert done.returncode == 2 and "is not empty; give another --dir, or empty it" in done.stderr
+    onto = trainer("demo", "--dir", str(tmp_path / "note"))
+    assert onto.returncode == 2 and "is a file" in onto.stderr
+    make_run(tmp_path / "run", thresholds=NOISE)
+    over = trainer("demo", "--dir", str(tmp_path / "run"), "--json")
+    assert (
+        over.returncode == 2 and f"trainer serve {tmp_path}/run/run.toml" in json.loads(over.stdout)["error"]["message"]
+    )
+    assert (tmp_path / "note").read_text() == "mine"
+
+
 @pytest.mark.parametrize("command", ["serve", "learn", "sft", "status"])
 def test_a_command_without_a_run_says_how_to_make_one(tmp_path: Path, command: str) -> None:
-    done = trainer(command, str(tmp_path))
-    assert done.returncode == 2
-    assert "run.toml does not exist; make a run first: trainer init" in done.stderr
+    for named in (tmp_path, tmp_path / "new", tmp_path / "new" / "run.toml"):
+        done = trainer(command, str(named))
+        assert done.returncode == 2
+        folder = named.parent if named.name == "run.toml" else named
+        assert f"{folder}/run.toml does not exist; make a run first: trainer init {folder}\n" in done.stderr
 
 
 def test_unknown_keys_stop_serve_before_anything_is_written(tmp_path: Path) -> None:

@@ -49,6 +49,17 @@ def test_a_run_directory_holds_what_every_role_starts_from(tmp_path: Path) -> No
     assert len(ports) == 3
 
 
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")])
+def test_a_run_is_reached_at_the_address_its_operator_gave(tmp_path: Path, host: str, shown: str) -> None:
+    run = make_run(tmp_path / "run", host=host, thresholds=NOISE)
+    loaded = config.load(tmp_path / "run")
+    (control,) = run.manifest.control
+    assert control.startswith(f"/ip{6 if ':' in host else 4}/{host}/tcp/") and loaded.control.listen in control
+    assert run.manifest.ingress == (f"http://{loaded.ingress.listen}",)
+    assert loaded.ingress.listen.startswith(f"{shown}:") and loaded.origin.listen.startswith(f"{shown}:")
+    assert parse_share_code((tmp_path / "run" / "join.hw").read_text()).addresses == (control,)
+
+
 def test_private_keys_are_readable_by_their_owner_only_and_stand_nowhere_else(tmp_path: Path) -> None:
     make_run(tmp_path / "run", thresholds=NOISE)
     keys = tmp_path / "run" / "keys"
@@ -156,12 +167,15 @@ def test_a_missing_or_unusable_measurement_of_honest_noise_is_said(
         ({"overrides": {"learner.lr": 1}}, "learner.lr: unknown key"),
         ({"control_port": 80, "ingress_port": 80}, "three different"),
         ({"steps": 0}, "run.steps"),
+        ({"host": "0.0.0.0"}, "not where members reach you"),
+        ({"host": "my-laptop"}, "no IP address"),
+        ({"host": "192.0.2.1"}, "no address of this machine"),
     ],
 )
 def test_what_init_cannot_do_is_refused_with_its_name(tmp_path: Path, change: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_run(tmp_path / "run", thresholds=NOISE, **change)
-    assert not (tmp_path / "run" / "run.toml").exists()
+    assert not (tmp_path / "run").exists(), "nothing is written before everything is known"
 
 
 def test_the_manifest_opens_for_strangers(tmp_path: Path) -> None:

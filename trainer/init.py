@@ -122,6 +122,8 @@ def make_run(
 
     source = _model_source(base)
     specs, stops = _environment_specs(names, source)
+    sample_as = _replace(SamplingSpec(1.0, base.max_new_tokens, stops), "sampling", sampling)
+    lease_as = _replace(base.leases, "leases", leases)
 
     run_dir.mkdir(parents=True, exist_ok=True)
     model = _place_model(run_dir / "model", base, source)
@@ -138,9 +140,9 @@ def make_run(
         profile="fp32",
         model=model,
         environments=specs,
-        sampling=_replace(SamplingSpec(1.0, base.max_new_tokens, stops), "sampling", sampling),
+        sampling=sample_as,
         thresholds=thresholds,
-        leases=_replace(base.leases, "leases", leases),
+        leases=lease_as,
         steps=steps,
         versions=(PROTOCOL_VERSION, PROTOCOL_VERSION),
         allow_private=True,
