@@ -27,6 +27,8 @@ from protocol.identity import load_or_create_identity
 KINDS = ("quantised", "small-model", "reward", "replay")
 _STARTUP_S = 180.0
 _STALL_S = {"tiny": 120.0, "smollm2": 600.0}
+_NEWS_S = 2.0
+"""status.json is about a second old: told earlier, a node's end would come before the reason for it."""
 _NEED_MIB = {"tiny": (4500, 1024), "smollm2": (12000, 16384)}
 """Memory and disk that a demo needs at least, MiB."""
 
@@ -267,6 +269,7 @@ def _watch(stage: Stage, fleet: Any, view: Any, honest: int, begun: float, stops
         began=stage.began,
     )
     moved, last, measured = begun, (-1, -1), 0.0
+    gone: list[tuple[float, Any]] = []
     while not stops:
         now = time.monotonic()
         picture.seconds = now - begun
@@ -278,7 +281,9 @@ def _watch(stage: Stage, fleet: Any, view: Any, honest: int, begun: float, stops
             if child.name == "coordinator" and child.exit_code == 0:
                 view.show(take_picture(stage.run_dir, picture))
                 return True
-            stage.notes.append((picture.seconds, _how_it_ended(child, picture)))
+            gone.append((now, child))
+        while gone and now - gone[0][0] > _NEWS_S:
+            stage.notes.append((picture.seconds, _how_it_ended(gone.pop(0)[1], picture)))
         if _coordinator_finished(stage.run_dir):
             view.show(take_picture(stage.run_dir, picture))
             return True

@@ -95,7 +95,7 @@ def doing(picture: Picture) -> str:
     if rollouts.get("pending", 0) or rollouts.get("accepted", 0):
         return "the first rollouts are being checked"
     if picture.sft:
-        return "stage one is done; the weights go out and nodes sample their first rollouts"
+        return "the weights go out and nodes sample their first rollouts"
     return "all machines have joined; the first weights go out"
 
 
@@ -247,14 +247,14 @@ class View:
             self._lines(picture)
 
     def _lines(self, picture: Picture) -> None:
-        for _, note in picture.notes[self._printed_notes :]:
-            self._say(picture, note)
-        self._printed_notes = len(picture.notes)
         for event in picture.status.get("recent_events", []):
             key = f"{event.get('time')}{event['text']}"
             if key not in self._printed_events:
                 self._printed_events.add(key)
                 self._say(picture, event["text"])
+        for _, note in picture.notes[self._printed_notes :]:
+            self._say(picture, note)
+        self._printed_notes = len(picture.notes)
         if picture.sft and picture.sft.get("done") and not self._printed_sft:
             self._printed_sft = True
             self._say(picture, f"stage one, supervised, is done: loss {picture.sft.get('loss', 0):.3f}")
