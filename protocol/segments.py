@@ -42,6 +42,9 @@ SEGMENT_ENTRIES = 16_384
 SEGMENT_BYTES = 64 * MIB
 """A segment closes at whichever comes first. Larger ones cost an auditor memory: a segment is read whole."""
 
+MAX_SEGMENT_BYTES = SEGMENT_BYTES + 2 * MAX_ENVELOPE_BYTES + 8 * SEGMENT_ENTRIES
+"""Largest file a reader opens: the entry that crosses the bound, the head, and every entry's length come on top."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -150,7 +153,12 @@ def read_segments(directory: Path, run: Run) -> SealedLog:
     reader = _Reader(run)
     names = sorted(path.name for path in directory.iterdir() if path.name.endswith(".hwl"))
     for name in names:
-        reader.segment(name, (directory / name).read_bytes())
+        with (directory / name).open("rb") as file:
+            data = file.read(MAX_SEGMENT_BYTES + 1)
+        if len(data) > MAX_SEGMENT_BYTES:
+            reader.oversize(name)
+        else:
+            reader.segment(name, data)
     if not names:
         reader.problem("ledger", ReasonCode.RECORD_MISSING, f"{directory} holds no sealed segment")
     return reader.log
@@ -170,6 +178,9 @@ class _Reader:
 
     def problem(self, record: str, reason: ReasonCode, message: str) -> None:
         self.log.problems.append(Problem(record, reason, message))
+
+    def oversize(self, name: str) -> None:
+        self._lost(f"ledger/{name}", f"is over the bound of {MAX_SEGMENT_BYTES} bytes and was not read")
 
     def segment(self, name: str, data: bytes) -> None:
         record = f"ledger/{name}"

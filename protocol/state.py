@@ -16,6 +16,7 @@ Not covered: whom to lease to, whom to draw, what to batch (`trainer`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -25,7 +26,7 @@ from blake3 import blake3
 from protocol import codec
 from protocol.envelope import Envelope, parse
 from protocol.errors import LedgerError, ProtocolError
-from protocol.limits import KIB, MAX_ROLLOUTS_PER_LEASE
+from protocol.limits import KIB, MAX_ROLLOUTS_PER_LEASE, submission_raw_bound
 from protocol.manifest import MANIFEST_KIND, RunManifest
 from protocol.records import (
     ACCEPT,
@@ -181,6 +182,8 @@ class RunState:
         self.finished: RunFinished | None = None
         self.problems: list[tuple[int, str]] = []
         """(entry index, what the entry contradicts); such entries change nothing else."""
+        self._next_batch = 0
+        """The step after the highest any batch named, refused ones included: one wrong batch is one problem."""
         self._nonces: dict[bytes, bytes] = {}
         self._jobs: dict[bytes, tuple[int, int]] = {}
         self._samples: set[tuple[bytes, int, int]] = set()
@@ -293,6 +296,13 @@ class RunState:
         refusal = self.may_lease(envelope.audience)
         if refusal:
             raise LedgerError(refusal)
+        if self.finished is not None:
+            raise LedgerError("the run is finished")
+        self._check_terms(lease, self.manifest)
+        if not self.nodes[envelope.audience].accepted and len(lease.tasks) * lease.samples > max(
+            1, self.manifest.leases.probation_first_rollouts
+        ):
+            raise LedgerError("a first lease larger than the run's manifest allows")
         if lease.lease_id in self.leases:
             raise LedgerError("a second lease with this id")
         policy = self.policies.get((lease.epoch, lease.step))
@@ -312,6 +322,15 @@ class RunState:
         self.leases[lease.lease_id] = state
         self.nodes[envelope.audience].open_leases.add(lease.lease_id)
 
+    def _check_terms(self, lease: Lease, manifest: RunManifest) -> None:
+        """What every lease of a run has in common: whoever issues it may not change what is sampled or checked."""
+        if lease.manifest != self.run:
+            raise LedgerError("it names another manifest")
+        if lease.environment not in {spec.digest for spec in manifest.environments}:
+            raise LedgerError("its environment is none of the run's")
+        if lease.max_new_tokens != manifest.sampling.max_new_tokens:
+            raise LedgerError(f"it allows {lease.max_new_tokens} tokens, not the run's number")
+
     def _lease_closed(self, index: int, entry: LedgerEntry) -> None:
         closed = codec.decode(LeaseClosed, entry.body)
         lease = self.leases.get(closed.lease_id)
@@ -329,6 +348,10 @@ class RunState:
             raise LedgerError("no open lease has this id")
         if envelope.signer != lease.owner:
             raise LedgerError("the intent is not signed by the lease's owner")
+        if intent.length > lease.lease.max_bytes or intent.raw_length > submission_raw_bound(
+            lease.rollouts, lease.lease.max_new_tokens
+        ):
+            raise LedgerError("it is larger than its lease allows")
         node = self.nodes[lease.owner]
         lost = node.state == "suspended"
         outcome = RolloutOutcome(DISCARDED, node.reason) if lost else RolloutOutcome()
@@ -383,8 +406,17 @@ class RunState:
         closed = codec.decode(BatchClosed, entry.body)
         if closed.step in self.batches:
             raise LedgerError(f"a second batch for step {closed.step}")
+        expected, self._next_batch = self._next_batch, max(self._next_batch, closed.step + 1)
+        if closed.step > expected or not closed.entries or self.finished is not None:
+            raise LedgerError(f"batch {closed.step} is empty, out of order, or comes after the run's end")
+        assert self.manifest is not None
+        if closed.step >= self.manifest.steps:
+            raise LedgerError(f"batch {closed.step} of a run of {self.manifest.steps} steps")
+        if self.newest_policy is None or closed.epoch != self.newest_policy.epoch:
+            raise LedgerError(f"batch {closed.step} is of another epoch than the newest policy")
         keys: list[tuple[int, int]] = []
         samples: list[tuple[bytes, int, int]] = []
+        groups: Counter[tuple[int, int]] = Counter()
         for item in closed.entries:
             submission = self.submissions.get(item.submission)
             if submission is None or item.rollout >= len(submission.outcomes):
@@ -396,11 +428,19 @@ class RunState:
             if self.nodes[submission.owner].state == "suspended":
                 raise LedgerError(f"submission {item.submission} is from a suspended node")
             lease = self.leases[submission.lease_id].lease
+            if not 0 <= closed.step - lease.step <= self.manifest.leases.max_staleness:
+                raise LedgerError(
+                    f"submission {item.submission} was sampled by policy {lease.step}: too old, or too new"
+                )
             task, sample = divmod(item.rollout, lease.samples)
+            groups[(item.submission, task)] += 1
             keys.append((item.submission, item.rollout))
             samples.append((lease.nonce, lease.tasks[task], sample))
         if len(set(samples)) != len(samples) or not self._samples.isdisjoint(samples):
             raise LedgerError("a rollout is trained twice")
+        for (number, _), count in groups.items():
+            if count != self.leases[self.submissions[number].lease_id].lease.samples:
+                raise LedgerError(f"a part of a group of submission {number}: groups are trained whole or not at all")
         self.batches[closed.step] = BatchState(index, closed)
         self.trained.update(keys)
         self._samples.update(samples)
@@ -408,7 +448,11 @@ class RunState:
     def _run_finished(self, index: int, entry: LedgerEntry) -> None:
         if self.finished is not None:
             raise LedgerError("the run is already finished")
-        self.finished = codec.decode(RunFinished, entry.body)
+        finished = codec.decode(RunFinished, entry.body)
+        assert self.manifest is not None
+        if finished.steps != self.manifest.steps:
+            raise LedgerError(f"the run ends after {finished.steps} of {self.manifest.steps} steps")
+        self.finished = finished
 
     # --- decisions ----------------------------------------------------------------------------------------------
 

@@ -280,6 +280,15 @@ def test_every_flipped_bit_in_a_segment_is_named(tmp_path):
         assert any(p.record in (f"ledger/{path.name}", "ledger/2", "ledger/3") for p in problems)
 
 
+def test_a_segment_of_any_size_costs_a_reader_no_more_than_the_bound(tmp_path, monkeypatch):
+    folder, run = sealed_folder(tmp_path)
+    path = sorted(folder.glob("*.hwl"))[-1]
+    with path.open("r+b") as file:
+        file.truncate(1 << 38)  # sparse: 256 GiB that cost its owner nothing
+    log = read_segments(folder, run)
+    assert [(p.record, "bound" in p.message) for p in log.problems] == [(f"ledger/{path.name}", True)]
+
+
 def test_cut_missing_and_foreign_segments_are_named(tmp_path):
     folder, run = sealed_folder(tmp_path)
     path = folder / segment_name(4)

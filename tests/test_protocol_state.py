@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import codec
-from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, LedgerEntry, Outcome, Verdict
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, BatchClosed, BatchEntry, LedgerEntry, Outcome, Verdict
 from protocol.state import ACCEPTED, DISCARDED, PENDING, REJECTED, UNDECIDED, PolicyHead, RunState, fold
 from shardcast.records import Head
 from tests.archive_builder import START_MS, Chain, identity, make_manifest
@@ -212,14 +212,67 @@ def test_a_batch_holds_accepted_rollouts_once():
     chain.batch(0, [(number, verdict, 0), (number, verdict, 1)])
     state = state_of(chain)
     assert state.trained == {(number, 0), (number, 1)} and state.batches[0].closed.step == 0
-    chain.batch(0, [(number, verdict, 3)])
-    chain.batch(1, [(number, verdict, 0)])
-    chain.batch(1, [(number, verdict, 2)])
-    chain.batch(1, [(number, verdict + 1, 3)])
-    chain.batch(1, [(number, verdict, 9)])
-    chain.batch(1, [(number, verdict, 3), (number, verdict, 3)])
-    assert len(problems_of(chain)) == 6
+    other, second = judged(chain, [A] * 4)
+    pair = [(other, second, 0), (other, second, 1)]
+    for step, entries, expected in [
+        (0, pair, "a second batch"),
+        (1, [(number, verdict, 0), (number, verdict, 1)], "trained twice"),
+        (1, [(number, verdict, 2), (number, verdict, 3)], "not accepted"),
+        (1, [(other, second + 1, 0), (other, second + 1, 1)], "not accepted"),
+        (1, [(number, verdict, 9)], "there is none"),
+        (1, [*pair, *pair], "trained twice"),
+        (1, pair[:1], "whole or not at all"),
+        (3, pair, "out of order"),
+        (1, [], "empty"),
+    ]:
+        chain.batch(step, entries)
+        assert expected in problems_of(chain)[-1]
+    assert len(problems_of(chain)) == 9
     assert fold(chain.sink.entries).trained == {(number, 0), (number, 1)}
+    chain.append("batch", BatchClosed(1, 5, tuple(BatchEntry(*item) for item in pair), bytes(32)))
+    assert "another epoch" in problems_of(chain)[-1]
+    chain.batch(1, pair)  # what was refused changes nothing else
+    assert len(problems_of(chain)) == 10
+
+
+def test_nothing_too_old_or_beyond_the_last_step_is_trained():
+    chain = Chain(make_manifest(steps=4))
+    chain.open()
+    for who, role in (("ann", "inference"), ("val", "validator")):
+        chain.join(who, role)
+    chain.policy(0)
+    done = [judged(chain, [A] * 4) for _ in range(6)]
+    for step in range(4):
+        number, verdict = done[step]
+        chain.batch(step, [(number, verdict, i) for i in range(4)])
+    assert "too old" in problems_of(chain)[0], "batch 3 of policy 0, and the staleness bound is 2"
+    chain.policy(3)
+    for step in (3, 4):
+        number, verdict = judged(chain, [A] * 4, step=3)
+        chain.batch(step, [(number, verdict, i) for i in range(4)])
+    assert "of a run of 4 steps" in problems_of(chain)[1] and len(problems_of(chain)) == 2
+    chain.finish(3)
+    assert "ends after 3 of 4 steps" in problems_of(chain)[2]
+    chain.finish(4)
+    chain.lease("ann", step=3)
+    assert "the run is finished" in problems_of(chain)[3]
+
+
+def test_whoever_issues_a_lease_may_not_change_its_terms():
+    """The terms decide what is sampled and checked: a ledger's owner could else lease two tokens instead of eight."""
+    chain = opened()
+    for change, expected in [
+        ({"manifest": bytes(32)}, "another manifest"),
+        ({"environment": b"\1" * 32}, "none of the run's"),
+        ({"max_new_tokens": 2}, "2 tokens"),
+        ({"tasks": tuple(range(9))}, "first lease larger"),
+    ]:
+        chain.lease("ann", **change)
+        assert expected in problems_of(chain)[-1]
+    small = chain.lease("ann", max_bytes=10)
+    chain.submit(small, bytes(11))
+    chain.submit(small, bytes(10), raw_length=1 << 20)
+    assert ["larger than its lease" in text for text in problems_of(chain)[4:]] == [True, True]
 
 
 def test_the_same_tokens_are_not_trained_under_a_second_lease():
@@ -227,8 +280,8 @@ def test_the_same_tokens_are_not_trained_under_a_second_lease():
     number, verdict = judged(chain, [A] * 4)
     nonce = next(iter(chain.leases.values())).nonce
     again, second = judged(chain, [A] * 4, who="bob", nonce=nonce)
-    chain.batch(0, [(number, verdict, 0)])
-    chain.batch(1, [(again, second, 0)])
+    chain.batch(0, [(number, verdict, 0), (number, verdict, 1)])
+    chain.batch(1, [(again, second, 0), (again, second, 1)])
     assert "trained twice" in problems_of(chain)[0]
 
 
@@ -278,9 +331,9 @@ def test_nothing_comes_before_the_run_is_opened_and_nothing_opens_it_twice():
     chain.open()
     chain.open()
     chain.append("no.such.event")
-    chain.finish(3)
+    chain.finish(chain.manifest.steps)
     state = fold(chain.sink.entries)
-    assert len(state.problems) == 3 and state.nodes == {} and state.finished.steps == 3
+    assert len(state.problems) == 3 and state.nodes == {} and state.finished.steps == chain.manifest.steps
 
 
 def test_entries_out_of_order_are_refused():
@@ -354,10 +407,13 @@ def play(commands):
             submissions.append((number, bytes(32)))
         elif name == "batch":
             state = fold(chain.sink.entries)
-            ready = [
-                (s.index, s.verdict_index or 0, i) for s in state.submissions.values() for i in range(len(s.outcomes))
+            pairs = [
+                [(s.index, s.verdict_index or 0, i), (s.index, s.verdict_index or 0, i + 1)]
+                for s in state.submissions.values()
+                for i in range(0, len(s.outcomes), 2)
             ]
-            chain.batch(x, ready[y :: 1 + y])
+            chosen = [entry for pair in pairs[y :: 1 + y] for entry in (pair if x < 6 else pair[:1])]
+            chain.batch(len(state.batches) if x % 2 else x, chosen)
     return chain.sink.entries
 
 

@@ -16,7 +16,6 @@ from trainer import batches, leases
 from trainer.window import Window
 
 SECRET = bytes(range(32))
-BOUNDS = leases.Bounds(bytes(32), 1 << 20, 2)
 
 
 @dataclass
@@ -72,7 +71,7 @@ class Bench:
             capacity=capacity,
             uploading=uploading,
             secret=SECRET,
-            bounds=BOUNDS,
+            bounds=leases.Bounds(self.chain.run_id, 1 << 20, 2),
             now_ms=self.book.time + self.later_ms,
         )
 
@@ -197,9 +196,9 @@ def test_a_closed_lease_is_dropped_when_its_policy_is_too_old() -> None:
     lost = bench.take("node-0")
     bench.chain.close_lease(lost.lease_id)
     for step in range(1, 4):
-        bench.chain.policy(step)
         while not bench.close_batch():
             bench.accept("node-2")
+        bench.chain.policy(step)
     assert not bench.window.closed
     assert bench.take("node-1").nonce != lost.nonce
 

@@ -233,13 +233,13 @@ def test_a_batch_that_trains_a_rollout_twice_is_wrong(built, copy):
 
 
 def test_a_batch_with_half_a_group_is_wrong(built, copy):
-    report, name, _ = rewrite_batch(
+    report, name, entry = rewrite_batch(
         copy,
         built,
         lambda batch: replace(batch, rollouts=batch.rollouts[1:]),
         lambda closed: replace(closed, entries=closed.entries[1:]),
     )
-    assert records(report) == [name] and "1 of 2 rollouts" in report.failures[0].message
+    assert records(report) == [entry, name] and "1 of 2 rollouts" in report.failures[1].message
 
 
 def test_a_rule_broken_by_the_coordinator_is_named(built, copy):

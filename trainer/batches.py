@@ -75,7 +75,7 @@ def choose(state: RunState, window: Window) -> list[Group]:
     chosen: list[Group] = []
     wanted = batch_rollouts(manifest)
     for lease_id in sorted(window.live, key=lambda lease: _age(state, lease)):
-        if not window.fresh(state.leases[lease_id]):
+        if not window.fresh(state.leases[lease_id]) or state.leases[lease_id].lease.step > step:
             continue
         for group in window.groups(lease_id):
             if group.status == "accepted":
