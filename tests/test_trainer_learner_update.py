@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from protocol.manifest import Run
 from tests.learner_actor import sample_batch, small_run
 from trainer import forward, update
 from trainer.config import LearnerSection
-from trainer.incoming import Door, TrainingBatch, batch_path, read_batch
+from trainer.incoming import Door, Sequence, TrainingBatch, batch_path, read_batch
 from trainer.update import Policy
 from verifier.model import PolicyModel, load_policy
 
@@ -147,3 +148,94 @@ def test_adopting_rounded_weights_keeps_the_digits_that_agree(made: tuple[Run, P
     changed["model.norm.weight"] = changed["model.norm.weight"] + 1
     policy.adopt(changed)
     assert torch.equal(policy.named["model.norm.weight"], changed["model.norm.weight"].float())
+
+
+def _reference(model: Any, sequences: list[Sequence], lost: int | None, temperature: float) -> dict[str, Any]:
+    """The step again from its definition: float64, one sequence and one token at a time, nothing shared."""
+    rewards: dict[bytes, list[float]] = {}
+    for sequence in sequences:
+        rewards.setdefault(sequence.group, []).append(sequence.reward)
+    terms, ratios, entropies = [], [], []
+    for i, sequence in enumerate(sequences):
+        own = rewards[sequence.group]
+        if max(own) == min(own) or i == lost or not np.isfinite(sequence.behaviour).all():
+            continue
+        advantage = sequence.reward - sum(own) / len(own)
+        logits = model(input_ids=torch.tensor([[*sequence.prompt, *sequence.tokens]])).logits[0] / temperature
+        for n, token in enumerate(sequence.tokens):
+            logprobs = torch.log_softmax(logits[len(sequence.prompt) - 1 + n], -1)
+            ratio = (logprobs[token] - float(sequence.behaviour[n])).exp()
+            terms.append(torch.minimum(ratio.clip(max=4.0) * advantage, ratio.clip(0.8, 1.2) * advantage))
+            ratios.append(float(ratio.detach()))
+            entropies.append(float(-(logprobs.exp() * logprobs).sum().detach()))
+    loss = -sum(terms) / len(terms)
+    loss.backward()
+    weights = np.asarray(ratios)
+    return {
+        "loss": float(loss.detach()),
+        "tokens": len(terms),
+        "entropy": np.mean(entropies),
+        "mismatch_kl": np.mean(weights - 1 - np.log(weights)),
+        "effective_sample_size": weights.sum() ** 2 / (len(weights) * (weights**2).sum()),
+        "ratio_max": weights.max(),
+    }
+
+
+@pytest.mark.parametrize("lose", [False, True])
+def test_the_update_is_that_of_an_independent_reference(
+    made: tuple[Run, Path], batch: TrainingBatch, monkeypatch: pytest.MonkeyPatch, lose: bool
+) -> None:
+    """Off-policy tokens on both sides of every clip, a group without variance, one sequence that is not finite, and
+    one (`lose`) whose forward pass is not."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for i, sequence in enumerate(batch.sequences[:32]):
+        behaviour = (sequence.behaviour + rng.normal(0, 0.7, len(sequence.behaviour))).astype(np.float32)
+        reward = 1.0 if sequence.group == batch.sequences[8].group else float(i % 3 == 0)
+        if i == 3:
+            behaviour[0] = np.nan
+        sequences.append(dataclasses.replace(sequence, reward=reward, behaviour=behaviour))
+    whole = [(*s.prompt, *s.tokens) for s in sequences]
+    lost = (
+        next(i for i, ids in enumerate(whole) if i not in (3, *range(8, 16)) and whole.count(ids) == 1)
+        if lose
+        else None
+    )
+    model = _base(made).model.double()
+    expected = _reference(model, sequences, lost, 0.7)
+
+    plain = forward.logprobs_of
+
+    def losing(model: Any, packed: forward.Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_N, entropy_N = plain(model, packed, temperature)
+        for row, ids_L in enumerate(packed.ids_BL.tolist()):
+            if lost is not None and tuple(ids_L[: len(whole[lost])]) == whole[lost]:
+                logprobs_N = torch.where(packed.rows_N == row, torch.nan, logprobs_N)
+        return logprobs_N, entropy_N
+
+    monkeypatch.setattr(forward, "logprobs_of", losing)
+    policy = _policy(made)
+    policy.temperature = 0.7
+    before = {name: parameter.detach().clone() for name, parameter in policy.named.items()}
+    row = policy.learn(TrainingBatch(0, tuple(sequences), batch.identities))
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(value, rel=1e-4), name
+    assert row["dropped_non_finite"] == 1 + lose
+    assert 0.1 < row["masked_share"] < 0.9
+    norm = float(torch.sqrt(sum((p.grad**2).sum() for p in model.parameters())))
+    assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # AdamW's first moment after one step is a tenth of the gradient it was given; the rate is a third of the peak.
+    for name, parameter in model.named_parameters():
+        moment = policy.optimizer.state[policy.named[name]]["exp_avg"].double()
+        assert torch.allclose(moment, 0.1 * parameter.grad * min(1.0, 1.0 / norm), atol=1e-6 * norm, rtol=1e-3), name
+        step = (policy.named[name].detach() - before[name]).abs().max()
+        assert step <= 1.01e-4 and row["learning_rate"] == pytest.approx(1e-4)
+
+
+def test_a_large_gradient_is_scaled_to_its_norm(made: tuple[Run, Path], batch: TrainingBatch) -> None:
+    policy = _policy(made)
+    policy.settings = policy.settings.model_copy(update={"grad_norm": 1e-3})
+    row = policy.learn(batch)
+    moments = [state["exp_avg"] for state in policy.optimizer.state.values()]
+    assert row["grad_norm"] > 1e-2
+    assert float(torch.sqrt(sum((m**2).sum() for m in moments))) == pytest.approx(1e-4, rel=1e-3)

@@ -161,10 +161,17 @@ class Policy:
             masked_N = two_sided_masked(logprobs_N, behaviour_N, advantages_N, **region)
             parts.append((logprobs_N.detach(), behaviour_N, entropy_N, masked_N))
         if not parts:
-            return {"dropped_in_forward": dropped}
+            return {"dropped_in_forward": dropped, "tokens": 0}
         logprobs_N, behaviour_N, entropy_N, masked_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        if len(logprobs_N) != tokens:
+            # The divisor counted sequences that the forward pass then dropped: the mean is over what is left.
+            total *= tokens / len(logprobs_N)
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    parameter.grad *= tokens / len(logprobs_N)
         return {
             "loss": total,
+            "tokens": len(logprobs_N),
             "entropy": float(entropy_N.mean()),
             "masked_share": float(masked_N.float().mean()),
             "dropped_in_forward": dropped,
