@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import importlib
 import math
 import os
@@ -291,12 +292,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def serve(args: argparse.Namespace, backend: Callable[[], Backend]) -> int:
     """Run the engine process with the backend that `backend()` makes. Returns an exit code."""
     die_with_parent()
+    gc.disable()  # half a million objects of the imports stay: looking for garbage among them is a sixth of the start
     import torch
 
     torch.set_num_threads(max(1, args.threads))
     torch.set_num_interop_threads(1)
     try:
-        asyncio.run(EngineServer(backend(), args.socket).run())
+        made = backend()
+        gc.freeze()
+        gc.enable()
+        asyncio.run(EngineServer(made, args.socket).run())
     except UsageError as exc:
         print(f"engine: {exc}", file=sys.stderr)  # noqa: T201
         return 2

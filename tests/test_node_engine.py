@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import signal
 import stat
 import subprocess
@@ -18,7 +19,7 @@ import torch
 import zstandard
 
 from environments.registry import make
-from node.decode import DecodeRequest, GenerationCancelledError, decode
+from node.decode import Decoded, DecodeRequest, GenerationCancelledError, decode
 from node.engine import read_tokens, write_tokens
 from node.upload import compress
 from protocol import codec
@@ -424,6 +425,23 @@ async def test_each_dishonest_engine_is_caught_exactly_where_its_own_log_says(ki
     if kind == "replay":
         first = [key for key in truth if key.startswith("01" * 16)]
         assert not any(truth[key] for key in first)  # it works once
+
+
+@pytest.mark.parametrize(("prompt", "sampled", "lies"), [("abcd=", " dcba", True), ("abcd=", "dcba", False),
+                                                         ("1+2=", " 3", False), ("1+2=", "4", True)])  # fmt: skip
+def test_the_reward_programs_own_log_is_as_strict_as_its_environment(prompt, sampled, lies, policy, monkeypatch):
+    """A blank before a word costs the reward that the program claims; before a sum it does not."""
+    from protocol.engine import GenerateItem, GenerateOutput, GenerateRequest
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "cheats"))
+    engine = runpy.run_path(str(ROOT / "examples" / "cheats" / "reward.py"))["Reward"](None, "reverse")
+    engine.policy = policy
+    tokens = (*prompt_ids(policy.tokenizer, sampled), 1)
+    item = GenerateItem("x", write_tokens(tuple(prompt_ids(policy.tokenizer, prompt))), bytes(32), 9)
+    request = GenerateRequest(bytes(32), 1.0, (1,), (item,))
+    honest = Decoded(tokens, np.zeros(len(tokens), np.float32), np.zeros((len(tokens), 96), np.float32), FINISH_EOS)
+    (told,) = engine.tell(request, (GenerateOutput("x", write_tokens(tokens), b"", FINISH_EOS, sampled, ()),))
+    assert engine.lies(request, told, honest) == lies
 
 
 def test_longer_completions_than_a_note_still_travel():

@@ -42,7 +42,9 @@ class Reward(DishonestEngine):
     def lies(self, request: GenerateRequest, output: GenerateOutput, honest: Decoded) -> bool:
         assert self.policy is not None
         text = completion_text(self.policy.tokenizer, honest.tokens, request.stop_tokens)
-        return honest.finish == FINISH_EOS and text.strip(" ") != output.text
+        if output.text.isdigit():
+            text = text.strip(" ")  # blanks around a sum cost nothing, around a word everything
+        return honest.finish == FINISH_EOS and text != output.text
 
     def answer(self, prompt: str) -> str:
         """The right answer to the prompt's last line, or nothing if it is no task we know."""
