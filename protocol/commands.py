@@ -44,7 +44,8 @@ def printable(text: str) -> str:
 def os_error_in_words(exc: OSError) -> str:
     """Cause, fix and who must act, for what the operating system refused."""
     number = exc.errno or 0
-    what = str(exc.filename) if exc.filename is not None else "a file"
+    target = exc.filename2 if exc.filename2 is not None else exc.filename  # a copy's target, not its source
+    what = str(target) if target is not None else "a file"
     words = _WORDS.get(number)
     if words is None:
         return f"{what}: {exc.strerror or exc}; whoever runs this machine must check the disk and its permissions"

@@ -86,6 +86,8 @@ def test_what_the_system_refuses_is_said_with_cause_fix_and_who(
     told = capsys.readouterr()
     assert told.out == "" and told.err.startswith("trainer serve: /some/file") and words in told.err
     assert words in os_error_in_words(exc)
+    copied = OSError(number, os.strerror(number), "/source", None, "/target")
+    assert os_error_in_words(copied).startswith("/target")
 
 
 def test_programs_get_the_code_and_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
