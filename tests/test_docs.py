@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from node.cli import build_parser as node_parser
 from protocol.envelope import open_envelope, seal
 from protocol.errors import ReasonCode
 from protocol.identity import Identity
 from protocol.records import Ack
+from shardcast.cli import _parser as cast_parser
+from trainer.cli import _parser as trainer_parser
+from verifier.cli import _parser as verifier_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text()
@@ -47,6 +51,29 @@ def test_files_and_commands_named_in_documents_exist(path: Path) -> None:
     for name in re.findall(r"`((?:docs|tests|protocol|shardcast|environments|verifier|trainer|node|docker|examples|"
                            r"benchmarks)/[A-Za-z0-9_./-]+)`", text):  # fmt: skip
         assert (ROOT / name).exists(), f"{path.name} names {name}"
+
+
+def _typed() -> list[list[str]]:
+    """Every command line of ours in the README: in its shell blocks and in its tables."""
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+    lines = [part for block in blocks for line in block.splitlines() for part in line.partition("#")[0].split(";")]
+    lines += [code for row in text.splitlines() if row.startswith("|") for code in re.findall(r"`([^`]+)`", row)]
+    words = [line.split() for line in lines]
+    return [line for line in words if len(line) > 1 and line[0] in ("node", "trainer", "verifier", "shardcast")]
+
+
+@pytest.mark.parametrize("command", _typed(), ids=" ".join)
+def test_every_command_line_of_the_readme_can_be_typed(command: list[str]) -> None:
+    parser = {"node": node_parser, "trainer": trainer_parser, "verifier": verifier_parser, "shardcast": cast_parser}
+    parser[command[0]]().parse_args(command[1:])  # exits with 2 for an option or a subcommand that is not there
+
+
+def test_the_readme_shows_every_role_being_started() -> None:
+    typed = [" ".join(command) for command in _typed()]
+    for start in ("trainer init", "trainer serve", "trainer learn", "shardcast publish", "node join --role validator",
+                  "node join --role inference", "verifier audit", "trainer status", "node id"):  # fmt: skip
+        assert any(line.startswith(start) for line in typed), start
 
 
 @pytest.mark.parametrize(
