@@ -108,6 +108,14 @@ def test_append_many_is_durable_on_return(tmp_path):
     ledger.close()
 
 
+def test_every_transaction_is_flushed_to_the_disk(tmp_path):
+    """No test can cut the power; with less than FULL a committed entry may be gone after it."""
+    ledger = open_ledger(tmp_path, Clocks(), Chain())
+    assert ledger._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert ledger._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    ledger.close()
+
+
 def test_a_second_writer_is_refused_and_told_who_holds_it(tmp_path):
     ledger = open_ledger(tmp_path)
     with pytest.raises(LedgerError, match=f'"pid": {os.getpid()}') as caught:

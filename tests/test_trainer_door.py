@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from protocol.control import Member
 from protocol.envelope import Envelope, seal
 from protocol.errors import DecodeError, ReasonCode
 from protocol.identity import Identity, load_identity
+from protocol.ledger import StoredEntry
 from protocol.limits import details_bound, submission_raw_bound
 from protocol.records import (
     ACCEPT,
@@ -179,6 +182,63 @@ async def test_two_different_verdicts_at_once_leave_the_details_that_the_ledger_
         counted = desk.coordinator.book.state.submissions[index].verdicts[1].verdict
         kept = desk.coordinator.files.details(lease.lease_id, 1).read_bytes()
         assert blake3(kept).digest() == counted.details
+
+
+async def test_a_receipt_and_an_acknowledgement_are_given_only_for_what_survives_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes, their name, the ledger, then the promise. Killing a process can't show it: the kernel keeps its pages."""
+    from trainer import ingress, judging
+
+    async with open_desk(tmp_path) as desk:
+        await desk.join(VALIDATOR, "validator")
+        await desk.join(SECOND, "validator")
+        lease = await desk.lease()
+        files, ledger = desk.coordinator.files, desk.coordinator.book.ledger
+        done: list[str] = []
+        fsync, fsync_dir, flush, write = os.fsync, ingress.fsync_dir, ledger._flush, judging.write_atomic
+        disk = threading.Event()
+
+        def slow_flush(batch: list[StoredEntry]) -> None:
+            disk.wait(30)
+            flush(batch)
+            done.append("ledger")
+
+        def fsync_seen(fd: int) -> None:
+            fsync(fd)
+            if lease.lease_id.hex() in str(Path(f"/proc/self/fd/{fd}").readlink()):
+                done.append("bytes")
+
+        def fsync_dir_seen(path: Path) -> None:
+            assert files.submission(lease.lease_id).exists()
+            done.append("name")
+            fsync_dir(path)
+
+        def write_seen(path: Path, data: bytes) -> None:
+            write(path, data)
+            done.append("details")
+
+        monkeypatch.setattr(ingress.os, "fsync", fsync_seen)
+        monkeypatch.setattr(ingress, "fsync_dir", fsync_dir_seen)
+        monkeypatch.setattr(judging, "write_atomic", write_seen)
+        monkeypatch.setattr(ledger, "_flush", slow_flush)
+        upload = asyncio.create_task(desk.put(lease, submission_of(lease)))
+        await asyncio.wait([upload], timeout=0.5)
+        assert not upload.done(), "a receipt before the ledger was on the disk"
+        disk.set()
+        assert (await upload)[0] == 200
+        assert done == ["bytes", "name", "ledger"]
+
+        index = desk.coordinator.book.state.leases[lease.lease_id].submission
+        assert index is not None
+        disk.clear()
+        done.clear()
+        verdict = asyncio.create_task(desk.coordinator.judging.verdict(*desk.verdict(index, 1.0)))
+        await asyncio.wait([verdict], timeout=0.5)
+        assert not verdict.done(), "acknowledged before the ledger was on the disk"
+        disk.set()
+        assert (await verdict).note == "counted"
+        assert [step for step in done if step != "bytes"][:2] == ["details", "ledger"]
 
 
 async def test_an_upload_must_begin_within_its_lease_and_fit_it(tmp_path: Path) -> None:

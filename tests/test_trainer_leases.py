@@ -203,6 +203,15 @@ def test_a_closed_lease_is_dropped_when_its_policy_is_too_old() -> None:
     assert bench.take("node-1").nonce != lost.nonce
 
 
+def test_weights_ahead_of_their_batch_make_no_batch_that_the_ledger_refuses() -> None:
+    bench = Bench()
+    bench.chain.policy(0)
+    bench.chain.policy(2)  # an origin that went wrong: policy 2 is what batch 1 makes
+    while bench.ask("node-0").kind == "issue":
+        bench.accept("node-0")
+    assert bench.close_batch() == []
+
+
 def test_a_large_lease_is_not_handed_to_a_stranger() -> None:
     bench = Bench()
     bench.chain.policy(0)
