@@ -613,6 +613,20 @@ def test_an_upload_is_opened_only_as_declared(tiny: Rig) -> None:
     assert reasons(judged) == ["format"] * 32
 
 
+def test_a_frame_may_not_ask_for_more_window_than_a_submission_needs() -> None:
+    """Hand-made, since a compressor never asks for more than it has: 64 MiB of window for 5 bytes."""
+    for exponent, code in ((16, ReasonCode.OVERSIZE), (13, None)):
+        body = b"hello"
+        frame = b"\x28\xb5\x2f\xfd\x80" + bytes([exponent << 3]) + struct.pack("<I", len(body))
+        frame += ((len(body) << 3) | 1).to_bytes(3, "little") + body
+        if code is None:
+            assert decompress_submission(frame, len(body)) == body
+            continue
+        with pytest.raises(DecodeError) as caught:
+            decompress_submission(frame, len(body))
+        assert caught.value.code == code
+
+
 def test_the_wrong_policy_environment_or_lease_is_the_callers_error(tiny: Rig) -> None:
     raw = codec.encode(tiny.honest)
     with pytest.raises(VerifierError, match="environment"):
