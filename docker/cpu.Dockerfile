@@ -9,11 +9,11 @@ ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS build
 RUN apt-get update \
- && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv make \
+ && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv \
  && rm -rf /var/lib/apt/lists/*
 ARG TORCH_INDEX=
 WORKDIR /opt/headwater
-COPY pyproject.toml constraints.txt LICENSE README.md Makefile ./
+COPY pyproject.toml constraints.txt LICENSE README.md ./
 COPY protocol protocol
 COPY shardcast shardcast
 COPY environments environments
