@@ -157,7 +157,9 @@ def test_the_summary_can_be_read_and_its_commands_copied(tmp_path: Path, monkeyp
     lines = out.getvalue().splitlines()
     assert f"  verifier audit '{run_dir}'" in lines
     assert all(len(line) <= 80 for line in lines if not line.startswith("  ") or "commands" in line)
-    assert any(line.startswith("small-model 4 of 4 dishonest rollouts caught, one after 5 tokens; suspended") for line in lines)
+    assert any(
+        line.startswith("small-model 4 of 4 dishonest rollouts caught, one after 5 tokens; suspended") for line in lines
+    )
     assert any("sent nothing; the node is never joined" in line for line in lines)
     assert any("2 rollouts open" in line for line in lines)
 
