@@ -242,6 +242,20 @@ def test_a_batch_with_half_a_group_is_wrong(built, copy):
     assert records(report) == [entry, name] and "1 of 2 rollouts" in report.failures[1].message
 
 
+def test_a_ledger_cut_off_at_its_end_leaves_batches_and_policies_that_it_does_not_name(copy):
+    segments = sorted((copy / "ledger").glob("*.hwl"))
+    for path in segments[1:]:
+        path.unlink()
+    report = audit(copy, FILES_ONLY)
+    named = {record for record, _ in report.unchecked}
+    assert {"batches/step-00000001.hwb", "published/e0000-s00000001"} <= named and report.exit_code == 2
+
+
+def test_a_batch_that_no_entry_names_is_wrong_in_a_finished_run(copy):
+    shutil.copy(copy / "batches" / "step-00000000.hwb", copy / "batches" / "step-00000009.hwb")
+    assert records(audit(copy, FILES_ONLY)) == ["batches/step-00000009.hwb"]
+
+
 def test_a_rule_broken_by_the_coordinator_is_named(built, copy):
     """A batch entry is dropped from the ledger: what rested on it contradicts the fold."""
     job = next(e.index for e in RunArchive.open(copy).log.entries if e.entry.event == "job")

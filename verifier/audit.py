@@ -35,7 +35,7 @@ from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, RolloutDetail
 from protocol.state import ACCEPTED, PENDING, RunState
 from shardcast.archive import Archive, open_published
 from shardcast.heads import publication_name
-from verifier.archive import MANIFEST, RunArchive, SubmissionFact, VerdictFact
+from verifier.archive import MANIFEST, RunArchive, SubmissionFact, VerdictFact, batch_file
 from verifier.batches import check_batches
 from verifier.errors import VerifierError
 from verifier.judge import Judgement, judge_upload
@@ -90,6 +90,7 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
             auditor.check_weights()
             auditor.derive_verdicts(state)
             check_batches(archive, report, auditor.prompt)
+            auditor.check_unnamed()
     finally:
         torch.set_num_threads(threads)
     report.seconds = time.monotonic() - started
@@ -178,6 +179,22 @@ class Auditor:
                 self.report.fail(
                     f"ledger/{index}", ReasonCode.LEDGER_BROKEN, f"announces another root of step {step} than published"
                 )
+
+    def check_unnamed(self) -> None:
+        """Batches and policies that are there although the ledger does not name them: its end was cut off, or somebody
+        put them there. Of a run that goes on, what is newer than the last sealed segment; then it could not be checked.
+        """
+        known = {batch_file(closed) for closed in self.archive.facts.batches.values()}
+        found = [f"batches/{path.name}" for path in (self.archive.root / "batches").glob("*.hwb")]
+        if self._published is not None:
+            known |= {_folder(*key) for key in self.archive.facts.policies}
+            found += [_folder(*key) for key in self._published.publications]
+        for name in sorted(set(found) - known):
+            text = "is there, but no entry of the sealed ledger names it: the ledger's end was cut off, or it was added"
+            if self.report.finished:
+                self.report.fail(name, ReasonCode.LEDGER_BROKEN, text)
+            else:
+                self.report.unchecked.append((name, f"{text}, or it is newer than the last seal of a run that goes on"))
 
     def _named(self, epoch: int, step: int) -> bool:
         """Whether the report already says what is wrong with this publication."""
