@@ -525,6 +525,41 @@ def test_a_log_probability_that_is_off_is_a_mismatch(tiny: Rig) -> None:
         assert tiny.only(5, dataclasses.replace(rollout, logprobs=wrong.tobytes())) == "logprob-mismatch"
 
 
+def under(rig: Rig, **limits: float) -> Rig:
+    """The same rig in a run whose manifest has other thresholds."""
+    manifest = rig.run.manifest
+    manifest = dataclasses.replace(manifest, thresholds=dataclasses.replace(manifest.thresholds, **limits))
+    return dataclasses.replace(rig, run=dataclasses.replace(rig.run, manifest=manifest))
+
+
+def test_every_threshold_is_the_manifests_and_binds_where_it_says(long: Rig) -> None:
+    """One claim off by a known amount for each threshold: a bound just above it accepts, one just below it rejects."""
+    i, rollout = position_of(long, lambda r: r.finish == FINISH_LENGTH)
+    other = tokens_of(rollout)
+    other[-1] = 2 + (other[-1] - 1) % 40
+    claimed = np.frombuffer(rollout.logprobs, dtype="<f4") + np.float32(0.01)
+    prompt = prompt_ids(long.policy.tokenizer, long.environment.task(rollout.task).prompt)
+    states_NH = long.policy.prefill([(prompt, tokens_of(rollout))])[0].states_NH
+    wide = {"proof_median": 1.0, "proof_gate": 1.0, "token_margin": 1e3, "logprob": 1e3}
+    for name, number, reason, claim in (
+        ("token_margin", "token_margin", "token-not-forced", long.prove(rollout, other)),
+        ("logprob", "logprob_error", "logprob-mismatch", dataclasses.replace(rollout, logprobs=claimed.tobytes())),
+        ("proof_median", "proof_median", "proof-mismatch",
+         dataclasses.replace(rollout, proofs=tuple(toploc.build_proofs(states_NH * np.float32(1.01))))),
+    ):  # fmt: skip
+        rollouts = (*long.honest.rollouts[:i], claim, *long.honest.rollouts[i + 1 :])
+        submission = dataclasses.replace(long.honest, rollouts=rollouts)
+        judged = under(long, **wide).judge(submission)
+        assert reasons(judged)[i] == "holds"
+        off = {n.name: n.value for n in judged.details[i].numbers}[number]
+        assert 0.005 < off < 100
+        for factor, expected in ((1.001, "holds"), (0.999, reason)):
+            assert reasons(under(long, **wide | {name: factor * off}).judge(submission))[i] == expected
+    for gate, allowed, expected in ((0.02, 0, "holds"), (0.005, 127, "proof-mismatch"), (0.005, 128, "holds")):
+        limits = wide | {"proof_gate": gate, "proof_outliers": allowed}
+        assert reasons(under(long, **limits).judge(submission))[i] == expected
+
+
 def test_parts_that_do_not_fit_together_are_format(tiny: Rig) -> None:
     rollout = tiny.honest.rollouts[4]
     count = len(tokens_of(rollout))
