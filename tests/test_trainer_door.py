@@ -341,3 +341,19 @@ async def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.Monke
     finally:
         await door.close()
         assert not door._slots._held
+
+
+async def test_what_only_people_read_neither_ends_the_coordinator_nor_moves_their_cursor(tmp_path: Path) -> None:
+    async with open_desk(tmp_path) as desk:
+        status, news = desk.coordinator.status, desk.coordinator.news
+        status.path = tmp_path / "gone" / "status.json"
+        status.write("running")
+        status.write("running")
+        told = [event for event in news.events if "is not up to date" in str(event["text"])]
+        assert len(told) == 1, "said once, not once a second"
+        status.path = tmp_path / "status.json"
+        status.write("running")
+        assert status.path.exists()
+        news.say("hello \x1b[2Jthere\nand more")
+        text = str(news.events[-1]["text"])
+        assert text.isprintable() and "there" in text

@@ -29,7 +29,7 @@ _STARTUP_S = 180.0
 _STALL_S = {"tiny": 120.0, "smollm2": 600.0}
 _NEWS_S = 2.0
 """status.json is about a second old: told earlier, a node's end would come before the reason for it."""
-_NEED_MIB = {"tiny": (4500, 1024), "smollm2": (12000, 16384)}
+_NEED_MIB = {"tiny": (4500, 1024), "smollm2": (12000, 24576)}
 """Memory and disk that a demo needs at least, MiB."""
 
 

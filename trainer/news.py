@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
+from protocol.commands import printable
 from protocol.errors import ReasonCode
 
 KEPT = 64
@@ -43,7 +44,8 @@ class News:
         self._clock = clock
 
     def say(self, text: str) -> None:
-        """Remember and print one sentence."""
+        """Remember and print one sentence; strangers' words in it can't move the operator's cursor."""
+        text = printable(text)
         now = self._clock()
         self.events.append({"time": round(now, 3), "text": text})
         stamp = time.strftime("%H:%M:%S", time.localtime(now))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protocol.commands import printable
+from protocol.commands import os_error_in_words, printable
 from protocol.errors import UsageError
 from protocol.identity import peer_id_text
 from protocol.state import NodeState
@@ -46,10 +46,17 @@ class StatusWriter:
     counters: Callable[[], tuple[int, int]]
     """(HTTP fallbacks, host restarts) so far."""
     staleness: Staleness = field(default_factory=Staleness)
+    _unwritable: bool = False
 
     def write(self, phase: str) -> None:
-        """Replace status.json with the present."""
-        replace_file(self.path, json.dumps(self.picture(phase)).encode())
+        """Replace status.json with the present. A disk that refuses is said once; it never ends the coordinator."""
+        try:
+            replace_file(self.path, json.dumps(self.picture(phase)).encode())
+            self._unwritable = False
+        except OSError as exc:
+            if not self._unwritable:
+                self._unwritable = True
+                self.news.say(f"{self.path} is not up to date: {os_error_in_words(exc)}")
 
     def picture(self, phase: str) -> dict[str, Any]:
         state, window = self.book.state, self.book.window
