@@ -37,7 +37,7 @@ check: install
 
 # Everything that runs in minutes. No test asserts a wall clock.
 test: install
-	$(BIN)/python -m pytest -m "not heavy"
+	$(BIN)/python -m pytest -m "not heavy and not soak"
 
 # Whole demos, kills, wheel resolution for other Pythons.
 test-heavy: install
@@ -54,6 +54,7 @@ bench-peers:
 
 # Longer lines of acceptance than CI has time for; their dated results are in docs/results/.
 soak: install
+	$(BIN)/python -m pytest -m soak
 	$(BIN)/python -m benchmarks.demo --part tiny,smollm2 --json
 
 docs: install

@@ -34,7 +34,7 @@ def river(tmp_path):
         run.close()
 
 
-@pytest.mark.heavy
+@pytest.mark.soak
 def test_a_node_works_through_failures_of_everything_around_it(river):
     node = river.join("node-1", "inference")
     river.wait("first accepted rollouts", lambda: river.node("node-1").get("accepted", 0) >= 4)

@@ -238,7 +238,7 @@ def test_a_directory_that_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
         _learn(tmp_path)
 
 
-@pytest.mark.heavy
+@pytest.mark.soak
 def test_the_reward_climbs_at_staleness_two(tmp_path: Path) -> None:
     """The curve the demo shows: tiny base, live SFT, 110 steps of 16 x 8 with policies two steps old."""
     steps = 110
