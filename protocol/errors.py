@@ -46,6 +46,8 @@ class ReasonCode(StrEnum):
     UNKNOWN_JOB = "unknown-job"
     UNREACHABLE = "unreachable"
     DEADLINE = "deadline"
+    QUOTA = "quota"
+    KEY_REVOKED = "key-revoked"
     USAGE = "usage"
     INTERNAL = "internal"
     # verdicts: accept
@@ -60,6 +62,9 @@ class ReasonCode(StrEnum):
     TOKEN_NOT_FORCED = "token-not-forced"  # noqa: S105
     LOGPROB_MISMATCH = "logprob-mismatch"
     REWARD_MISMATCH = "reward-mismatch"
+    # evidence about a member
+    DROPPED_RESULTS = "dropped-results"
+    RELAY_LIED = "relay-lied"
     # verdicts: inconclusive
     REWARD_UNDECIDED = "reward-undecided"
     VALIDATOR_FAILED = "validator-failed"
@@ -70,6 +75,9 @@ class ReasonCode(StrEnum):
     RECORD_MISSING = "record-missing"
     VERDICT_WRONG = "verdict-wrong"
     BATCH_WRONG = "batch-wrong"
+    DRAW_WRONG = "draw-wrong"
+    DRAW_NOT_REVEALED = "draw-not-revealed"
+    HEADS_CONFLICT = "heads-conflict"
     # engine
     ENGINE_REFUSED = "engine-refused"
     ENGINE_FAILED = "engine-failed"

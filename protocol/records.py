@@ -4,7 +4,9 @@
     leases and rollouts   LeaseRequest LeaseReply Lease LeaseFailed UploadIntent Receipt Rollout Submission
     verification          JobRequest JobReply Job Outcome Verdict RolloutDetail VerdictDetails
     roles                 RoleGrant
-    ledger                LedgerEntry TreeHead BatchEntry BatchClosed JobDrawn LeaseClosed
+    ledger                LedgerEntry TreeHead BatchEntry BatchClosed JobDrawn LeaseClosed RunFinished
+    draws                 DrawsOpened DrawsRevealed ValidatorsPresent
+    evidence              RelayStamp RelayReport DropEvidence
     training              TrainingRollout Batch
 
 Token ids travel as little-endian u32, log-probabilities as little-endian float32 (`*_blob` fields).
@@ -35,6 +37,7 @@ from protocol.limits import (
     PROOF_TOPK,
 )
 
+NO_HASH = bytes(HASH_BYTES)
 Hash = Annotated[bytes, Fixed(HASH_BYTES)]
 Key = Annotated[bytes, Fixed(32)]
 Id = Annotated[bytes, Fixed(16)]
@@ -97,6 +100,10 @@ class JoinReply:
     """URL to send submissions to and fetch jobs from."""
     heartbeat_ms: U32
     message: Note
+    manifest: Hash = NO_HASH
+    """BLAKE3 of the newest link of the manifest chain (the run id while there is none)."""
+    tree: Annotated[bytes, Blob(2 * KIB)] = b""
+    """A `tree` envelope: the coordinator's newest promise about the whole ledger."""
 
 
 @record(8 * KIB)
@@ -120,6 +127,10 @@ class HeartbeatReply:
     """The newest policy the coordinator has in its ledger."""
     finished: Bool
     """The run is over; the node may leave."""
+    manifest: Hash = NO_HASH
+    """BLAKE3 of the newest link of the manifest chain; a member that holds another fetches the chain."""
+    tree: Annotated[bytes, Blob(2 * KIB)] = b""
+    """A `tree` envelope: the coordinator's newest promise about the whole ledger."""
 
 
 @record(8 * KIB)
@@ -346,8 +357,9 @@ class LedgerEntry:
     incarnation: U64
     time: U64
     event: Word
-    """`run.opened`, `incarnation`, `grant`, `node.joined`, `policy`, `lease`, `lease.closed`, `submission`,
-    `job`, `verdict`, `batch` or `run.finished`."""
+    """`run.opened`, `run.updated`, `incarnation`, `grant`, `node.joined`, `policy`, `lease`, `lease.closed`,
+    `submission`, `draws.opened`, `draws.revealed`, `validators`, `job`, `verdict`, `evidence.drop`, `relay.accused`,
+    `batch` or `run.finished`."""
     body: Annotated[bytes, Blob(900 * KIB)]
     """The event's own record (BatchClosed, JobDrawn, LeaseClosed, ...), or empty."""
     subject: Annotated[bytes, Blob(900 * KIB)]
@@ -372,6 +384,87 @@ class JobDrawn:
     """Ledger index of the submission."""
     validator: Key
     round: U8
+    period: U64
+    """The draw period whose secret made this draw: the one that was open when the submission was entered."""
+    attempt: U32
+    """Jobs drawn before for this submission and round: 0 for the first."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class DrawsOpened:
+    """A draw period begins: whoever will judge what is submitted from here on is already decided (RULES 6)."""
+
+    period: U64
+    commitment: Hash
+    """BLAKE3 of the period's secret."""
+    second_draw: Float
+    """Share of an active node's submissions that a second validator checks anyway."""
+    probation_factor: Float
+    """Times that share for a node in probation."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class DrawsRevealed:
+    """The period's secret, once nothing that was submitted in it waits for a verdict."""
+
+    period: U64
+    secret: Key
+
+
+@record(64 * KIB)
+@dataclass(frozen=True)
+class ValidatorsPresent:
+    """Whom the coordinator draws from, from here on: sorted, each once."""
+
+    keys: Annotated[tuple[bytes, ...], Seq(Fixed(32), 1024)]
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class RelayStamp:
+    """Which bytes a relay says it sends; signed by its identity key (kind `relay.stamp`) with every shard."""
+
+    publication: Id
+    index: U32
+    wire_hash: Hash
+    """BLAKE3 of the bytes that follow in this very response."""
+    time: U64
+
+
+@record(16 * KIB)
+@dataclass(frozen=True)
+class RelayReport:
+    """A member shows what a relay signed and what the origin signed; both together are proof for anyone."""
+
+    relay: Key
+    stamp: Annotated[bytes, Blob(2 * KIB)]
+    """The `relay.stamp` envelope; empty when the relay sent wrong bytes under a right one (which proves nothing)."""
+    shard: Annotated[bytes, Blob(4 * KIB)]
+    """The origin's `shard` envelope for the same publication and index."""
+    detail: Line
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class DropEvidence:
+    """Leases that a key gave up hold worse rewards than those it returned, far beyond chance.
+
+    The rewards of given-up leases are known because each was leased again under the same nonce. Everybody with the
+    archive can compute these numbers again from what the ledger held up to `upto`.
+    """
+
+    key: Key
+    upto: U64
+    """Entries counted: those below this index."""
+    lost: U32
+    returned: U32
+    log_e: Float
+    """Natural logarithm of the e-value against "giving up is independent of the reward"."""
+    lost_mean: Float
+    """Mean reward of the given-up leases, less the mean of their policy step."""
+    returned_mean: Float
 
 
 @record(8 * KIB)

@@ -192,7 +192,7 @@ class Chain:
 
     def job(self, submission: int, validator: str, round_: int = 1) -> bytes:
         job_id = self.fresh()
-        self.append("job", JobDrawn(job_id, submission, identity(validator).public, round_))
+        self.append("job", JobDrawn(job_id, submission, identity(validator).public, round_, 0, 0))
         return job_id
 
     def verdict(

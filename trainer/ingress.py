@@ -28,6 +28,7 @@ from pathlib import Path
 from aiohttp import web
 from blake3 import blake3
 
+from protocol import draws
 from protocol.control import ControlServer
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import HeadwaterError, ProtocolError, ReasonCode
@@ -44,7 +45,7 @@ from protocol.limits import (
 from protocol.records import Receipt, UploadIntent
 from protocol.state import LeaseState
 from shardcast.server import TimedFile
-from trainer import batches, draws, leases
+from trainer import batches, leases
 from trainer.book import Book
 from trainer.config import IngressSection
 from trainer.door import header_arrived

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol import codec
+from protocol import codec, draws
 from protocol.control import Member
 from protocol.envelope import seal
 from protocol.errors import DecodeError, ProtocolError, ReasonCode
 from protocol.files import write_atomic
 from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, Verdict
 from protocol.state import NodeState, SubmissionState
-from trainer import batches, draws
+from trainer import batches
 from trainer.book import Book
 from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
@@ -86,7 +86,7 @@ class Judging:
         if drawn is None:
             return
         name = draws.job_id(self.book.secret, submission.index, round_number, attempt)
-        self.book.append("job", JobDrawn(name, submission.index, drawn, round_number))
+        self.book.append("job", JobDrawn(name, submission.index, drawn, round_number, 0, 0))
 
     def open_jobs(self) -> Iterator[tuple[SubmissionState, JobDrawn]]:
         """Drawn jobs without a verdict, oldest submission first."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from protocol.draws import keyed
 from protocol.manifest import RunManifest
 from protocol.records import Lease
 from protocol.state import LeaseState, NodeState, PolicyState, RunState
-from trainer.draws import keyed
 from trainer.window import Window
 
 GRACE_MS = 10_000

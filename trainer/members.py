@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from protocol.control import Member
+from protocol.draws import keyed
 from protocol.envelope import open_envelope, parse
 from protocol.errors import DecodeError, ProtocolError, ReasonCode, TransportError
 from protocol.limits import KIB, PROTOCOL_VERSION
@@ -28,7 +29,6 @@ from protocol.state import ROLES, NodeState
 from shardcast.records import CHALLENGE_KIND, Challenge
 from trainer.book import Book
 from trainer.config import RunConfig
-from trainer.draws import keyed
 from trainer.news import News
 
 REPROVE_S = 600.0

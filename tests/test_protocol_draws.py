@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from trainer import draws
+from protocol import draws
 
 SECRET = bytes(range(32))
 VALIDATORS = [bytes([i]) * 32 for i in range(1, 5)]

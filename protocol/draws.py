@@ -1,9 +1,10 @@
 """Which validator judges a submission, and whether a second one does: keyed draws that nobody else can predict.
 
 Each draw is BLAKE3 keyed with the coordinator's secret over (purpose, submission digest, ledger index, round,
-attempt), so it is independent of who submitted and of earlier draws, and can be recomputed by whoever holds the key.
+attempt), so it is independent of who submitted and of earlier draws. The secret of a draw period is committed to in the
+ledger before the period's first submission and revealed after its last verdict: then everybody recomputes every draw.
 
-Not covered: commit and reveal of the secret per epoch (RULES 6); until then the draws are the coordinator's word.
+Not covered: when periods open and close (`trainer.judging`), checking the draws (`verifier.audit`).
 """
 
 from __future__ import annotations
