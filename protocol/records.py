@@ -131,6 +131,13 @@ class HeartbeatReply:
     """BLAKE3 of the newest link of the manifest chain; a member that holds another fetches the chain."""
     tree: Annotated[bytes, Blob(2 * KIB)] = b""
     """A `tree` envelope: the coordinator's newest promise about the whole ledger."""
+    accepted: U64 = 0
+    """Rollouts of this member that were accepted so far, as the coordinator sees it."""
+    rejected: U64 = 0
+    reason: Line = ""
+    """Why the state is `paused` or `suspended`, as `ReasonCode` or in words; empty otherwise."""
+    waits_for: Line = ""
+    """What this member waits for, and for whom, in plain words; empty when it has work."""
 
 
 @record(8 * KIB)

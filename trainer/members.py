@@ -170,6 +170,9 @@ class Members:
             weights=self.weights(node),
             step=0 if newest is None else newest.step,
             finished=self.book.state.finished is not None,
+            accepted=node.accepted,
+            rejected=node.rejected,
+            reason=node.reason if node.state in ("paused", "suspended") else "",
         )
 
     def _check_join(self, member: Member, request: JoinRequest) -> None:
