@@ -10,7 +10,7 @@ Not covered: when periods open and close (`trainer.judging`), checking the draws
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from blake3 import blake3
 
@@ -25,6 +25,23 @@ def keyed(secret: bytes, purpose: str, *parts: bytes | int) -> bytes:
         piece = part if isinstance(part, bytes) else struct.pack(">Q", part)
         raw += struct.pack(">I", len(piece)) + piece
     return blake3(raw, key=secret).digest()
+
+
+def candidates(present: Collection[bytes], others: Mapping[bytes, bool], previous: bytes | None) -> list[bytes]:
+    """Whom one round's job is drawn from, sorted: the first of these sets that is not empty.
+
+        present, without the validators of the other rounds and the one drawn before for this round
+        present, without the validators of the other rounds
+        present, without those validators of other rounds that found anything or have not answered
+
+    Args:
+        present: keys of the newest `validators` entry.
+        others: validator of each other round's current job -> whether its verdict is there and wholly inconclusive.
+        previous: validator of this round's earlier attempt, if there was one.
+    """
+    fresh = sorted(set(present) - set(others))
+    silent = sorted(key for key in set(present) if others.get(key, True))
+    return [key for key in fresh if key != previous] or fresh or silent
 
 
 def draw_validator(
