@@ -152,6 +152,18 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         _RETRY,
         "Look at the process or peer that is named.",
     ),
+    ReasonCode.QUOTA: Explanation(
+        "This key, or this address, already has as much unverified work waiting as the run allows.",
+        _RETRY + " Work is cheap to send and dear to check, so what nobody has checked yet is bounded for each sender.",
+        "Nothing: the node waits as told and sends again once validators have caught up. A key whose rollouts were "
+        "accepted may have more waiting. Several machines behind one address share its part.",
+    ),
+    ReasonCode.KEY_REVOKED: Explanation(
+        "The run's root key has withdrawn this key. What it signs from the named ledger entry on counts for nothing.",
+        "The withdrawal is a link of the manifest chain, signed by the root; everybody who has the chain sees it.",
+        "Ask the run's operator why. An operator whose machine was taken over makes a new key on a clean machine and "
+        "asks for a new grant; a node joins with a new identity.",
+    ),
     ReasonCode.USAGE: Explanation(
         "A command, path or configuration is wrong; the message names it.", _RETRY, "Change what the message names."
     ),
@@ -222,6 +234,22 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Use the environment of this release, and score the text that the tokens decode to. The environment's hash is "
         "in the manifest.",
     ),
+    # evidence about a member
+    ReasonCode.DROPPED_RESULTS: Explanation(
+        "The leases this key gave up hold clearly worse rewards than those it returned: it kept back what did badly.",
+        "Every lost lease was done again by another node under the same seeds, so its rewards are known. The chance "
+        "that a node which loses leases for other reasons looks like this is below one in ten million, however often "
+        "one looks. Everybody with the archive can compute the number again.",
+        "Return what was leased whatever its reward, and let leases fail only for reasons that have nothing to do with "
+        "it. If the engine dies on long or odd answers, repair it before you join with a new identity.",
+    ),
+    ReasonCode.RELAY_LIED: Explanation(
+        "A relay signed that it sent bytes which are not the ones the origin signed for this shard.",
+        "Both signatures are in the ledger: the origin's over the right hash and the relay's over another one. Nobody "
+        "but the relay can have made the second. Its child took the shard from another source, so no weights changed.",
+        "Check the relay's disk and memory, and that it runs an unchanged release: ours hashes each shard before it "
+        "signs. Then join with a new identity.",
+    ),
     # verdicts: inconclusive
     ReasonCode.REWARD_UNDECIDED: Explanation(
         "The reward could not be decided: the environment ran out of time or memory.",
@@ -268,6 +296,27 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "The batch file and the ledger entry are both the trainer's own; recomputing it from verified rollouts gives "
         "other bytes.",
         "Operators: training after this batch does not rest on verified rollouts; go back to the checkpoint before it.",
+    ),
+    ReasonCode.DRAW_WRONG: Explanation(
+        "A verification job went to another validator than the draw gives, or one that had to be drawn is missing.",
+        "Who judges what follows from a secret that the ledger bound before the work came in and revealed after it was "
+        "judged. Another result means that somebody chose.",
+        "Auditors: do not rely on the verdicts that came of it without deriving them again. Operators: only changed "
+        "software or a ledger edited by hand does this; run an unchanged release.",
+    ),
+    ReasonCode.DRAW_NOT_REVEALED: Explanation(
+        "The secret behind a period's draws was never shown, so nobody can tell whether validators were drawn or "
+        "chosen.",
+        "The coordinator promised it by a hash in the ledger, and reveals it once the period's last verdict is in.",
+        "Auditors: derive the period's verdicts again; that part needs no secret. Operators: restart `trainer serve` "
+        "on the run, which reveals what is due; a lost `draws.secret` can't be made good.",
+    ),
+    ReasonCode.HEADS_CONFLICT: Explanation(
+        "The coordinator signed two heads of the ledger that can't both be true: it showed different pasts to "
+        "different people.",
+        "Both heads carry its signature, and no log can contain both. Anybody who has the two envelopes can check it.",
+        "Keep both files: they are the proof. Stop working for the run, tell its other members, ask the operator. A "
+        "restore from a backup must be announced by the root key.",
     ),
     # engine
     ReasonCode.ENGINE_REFUSED: Explanation(
