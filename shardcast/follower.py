@@ -26,6 +26,7 @@ import aiohttp
 
 from protocol.envelope import parse
 from protocol.errors import DecodeError, EnvelopeError, ReasonCode
+from protocol.limits import SHARD_BYTES
 from protocol.manifest import Run
 from shardcast.download import Download, Sink
 from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
@@ -403,6 +404,15 @@ class Follower:
         raise failure
 
     # --- fetching --------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """(bytes that are here and verified, bytes in all) of the download in focus; None when there is none."""
+        track = self._tracks.get(self._focus) if self._focus is not None else None
+        if track is None or track.done.is_set():
+            return None
+        whole = track.publication.open.raw_bytes
+        return max(0, whole - len(track.download.missing) * SHARD_BYTES), whole
 
     def advance(self) -> None:
         """Decide what to download, start it, and stop what it replaces."""

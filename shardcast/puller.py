@@ -167,6 +167,11 @@ class Puller:
         return self._follower.bytes_received
 
     @property
+    def progress(self) -> tuple[int, int] | None:
+        """(bytes that are here and verified, bytes in all) of the policy under way; None between two."""
+        return self._follower.progress
+
+    @property
     def problems(self) -> dict[str, SourceError]:
         """The last failure of each source, by address."""
         return self._follower.problems
