@@ -54,6 +54,9 @@ Tokens = Annotated[bytes, Blob(4 * MAX_TOKENS_PER_ROLLOUT, 4)]
 Floats = Annotated[bytes, Blob(4 * MAX_TOKENS_PER_ROLLOUT, 4)]
 Envelope = Annotated[bytes, Blob(MAX_ENVELOPE_BYTES)]
 Lines = Annotated[tuple[str, ...], Seq(Text(512), MAX_ADDRESSES)]
+Passes = Annotated[tuple[bytes, ...], Seq(Blob(1 * KIB), 4)]
+"""`weights.pass` envelopes (`shardcast.passes`), one per URL of `weights` in its order: whom to pull from, and the key
+that must answer there. Four: more parents cost every heartbeat their bytes and help nobody."""
 
 FINISH_EOS = 0
 """The rollout's last token is a stop token."""
@@ -104,6 +107,7 @@ class JoinReply:
     """BLAKE3 of the newest link of the manifest chain (the run id while there is none)."""
     tree: Annotated[bytes, Blob(2 * KIB)] = b""
     """A `tree` envelope: the coordinator's newest promise about the whole ledger."""
+    passes: Passes = ()
 
 
 @record(8 * KIB)
@@ -138,6 +142,7 @@ class HeartbeatReply:
     """Why the state is `paused` or `suspended`, as `ReasonCode` or in words; empty otherwise."""
     waits_for: Line = ""
     """What this member waits for, and for whom, in plain words; empty when it has work."""
+    passes: Passes = ()
 
 
 @record(8 * KIB)
