@@ -1,13 +1,15 @@
 """What the network, the proofs and the verification cost: RL steps per minute of the demo against a bare loop.
 
-    python -m benchmarks.overhead --json [--steps 60]
+    python -m benchmarks.overhead --json [--steps 60] [--timeline docs/benchmarks.md]
 
 The demo is `trainer demo` as anyone runs it, without dishonest nodes, and all its processes share this machine's cores.
 The bare loop is the same learning in one process: same base, same SFT, same tasks, same sampler, same update; no files,
 no network, no proofs, no verification, no staleness. It runs once with one thread and once with all cores, and the
 faster one counts. Both are timed the same way: from the end of SFT to the last step, so joining is in the demo's time.
 
-Not covered: where the time goes (`logs/` and `metrics.jsonl` of the run), real models, more than one machine.
+`--timeline` also writes where the demo's steps go (`benchmarks.timeline`) into that document, between its marks.
+
+Not covered: real models, more than one machine.
 """
 
 from __future__ import annotations
@@ -19,27 +21,54 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contract import CouldNotRunError, Goal, at_least, run
+from benchmarks import timeline
+from benchmarks.contract import CouldNotRunError, Goal, at_least, machine, run
 
 TARGET = 0.6
 DEMO_DEADLINE_S = 1200.0
 
 
+@dataclass(frozen=True)
+class Bare:
+    """The bare loop's pace and the milliseconds of its two parts, a step."""
+
+    steps_per_minute: float
+    sample_ms: float
+    learn_ms: float
+
+
 def measure(args: argparse.Namespace) -> list[Goal]:
     with tempfile.TemporaryDirectory(prefix="headwater-overhead-") as scratch:
         run_dir = Path(scratch) / "run"
-        demo = demo_steps_per_minute(args.steps, run_dir)
-        bare = [bare_steps_per_minute(run_dir, args.steps, threads) for threads in (1, len(os.sched_getaffinity(0)))]
-    sys.stderr.write(
-        f"demo {demo:.1f}, bare loop {bare[0]:.1f} (1 thread) and {bare[1]:.1f} (all cores) steps a minute\n"
-    )
+        watch = timeline.Watch(run_dir).start()
+        try:
+            demo = demo_steps_per_minute(args.steps, run_dir)
+        finally:
+            watch.stop()
+        bare = [bare_loop(run_dir, args.steps, threads) for threads in (1, len(os.sched_getaffinity(0)))]
+        best = max(bare, key=lambda loop: loop.steps_per_minute)
+        ratio = demo / best.steps_per_minute
+        paces = [demo, *(loop.steps_per_minute for loop in bare)]
+        words = "demo {:.1f}, bare loop {:.1f} (1 thread) and {:.1f} (all cores) steps a minute\n"
+        sys.stderr.write(words.format(*paces))
+        if watch.last is not None:
+            head = (
+                f"{time.strftime('%Y-%m-%d')}, {args.steps} steps, {machine()}: demo {demo:.0f} steps a minute, bare "
+                f"loop {best.steps_per_minute:.0f}, ratio **{ratio:.2f}**."
+            )
+            parts = {"sampling": best.sample_ms, "learning": best.learn_ms}
+            text = timeline.as_markdown(watch, timeline.way_of_a_batch(run_dir), parts, head)
+            sys.stderr.write(text + "\n")
+            if args.timeline is not None:
+                timeline.replace_between_marks(args.timeline, text)
     goal = (
         "RL steps per minute of the demo / of the same learning in one process (samples: demo, bare 1 thread, bare all)"
     )
-    return [at_least(goal, TARGET, demo / max(bare), [demo, *bare])]
+    return [at_least(goal, TARGET, ratio, paces)]
 
 
 def demo_steps_per_minute(steps: int, run_dir: Path) -> float:
@@ -69,7 +98,7 @@ def demo_steps_per_minute(steps: int, run_dir: Path) -> float:
     return 60.0 * steps / (float(last) - float(begun))
 
 
-def bare_steps_per_minute(run_dir: Path, steps: int, threads: int) -> float:
+def bare_loop(run_dir: Path, steps: int, threads: int) -> Bare:
     """The same learning in this process, from the run's own files."""
     import torch
 
@@ -92,10 +121,15 @@ def bare_steps_per_minute(run_dir: Path, steps: int, threads: int) -> float:
     sft.stage_one(
         base, settings.sft, opened.manifest, seed=settings.learner.seed, record=lambda *_: None, stop=lambda: False
     )
+    sampling_s = 0.0
     begun = time.monotonic()
     for step in range(steps):
-        policy.learn(sample(opened, base, step))
-    return 60.0 * steps / (time.monotonic() - begun)
+        started = time.monotonic()
+        batch = sample(opened, base, step)
+        sampling_s += time.monotonic() - started
+        policy.learn(batch)
+    seconds = time.monotonic() - begun
+    return Bare(60.0 * steps / seconds, 1e3 * sampling_s / steps, 1e3 * (seconds - sampling_s) / steps)
 
 
 def sample(opened: Any, base: Any, step: int) -> Any:
@@ -131,6 +165,7 @@ def sample(opened: Any, base: Any, step: int) -> Any:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=60, help="RL steps of each side (default: 60)")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write the tables of one step into this document")
 
 
 def main() -> int:
