@@ -137,6 +137,12 @@ class ControlClient:
         finally:
             lock.release()
 
+    def follow(self, run: Run) -> None:
+        """Use a later manifest of the same run from the next attempt on: other keys, other addresses."""
+        self.run = run
+        self._addresses = [a for a in run.manifest.control if _is_transport(a, run.manifest.coordinator_transport)]
+        self._failing_since = None
+
     async def close(self) -> None:
         """Close the HTTP session if the fallback was ever used. The host process stays its owner's."""
         if self._session is not None:
