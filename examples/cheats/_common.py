@@ -1,27 +1,39 @@
-"""What the dishonest engines of this folder share.
+"""What the dishonest programs of this folder share.
 
-Each is an ordinary program that speaks the engine socket, so an ordinary `node join --engine-socket PATH` works with
-it and doesn't know. Each really computes what it pretends, and beside that the honest result, only to write down
-its own truth: one JSON line per rollout, {"request_id": ..., "dishonest": true or false}. Verifiers never see it.
+Most are engines: ordinary programs that speak the engine socket, so an ordinary `node join --engine-socket PATH` works
+with them and doesn't know. Each really computes what it pretends, and beside that the honest result, only to write
+down its own truth: one JSON line per rollout, {"request_id": ..., "dishonest": true or false}. Verifiers never see it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from node.decode import Decoded
-from node.engine import TransformersEngine, add_arguments, serve
-from protocol.engine import Generated, GenerateOutput, GenerateRequest
+from environments.word import TRANSFORMS
+from node.decode import Decoded, DecodeRequest, decode
+from node.engine import TransformersEngine, add_arguments, read_tokens, serve
+from protocol.engine import Generated, GenerateItem, GenerateOutput, GenerateRequest
+from protocol.records import FINISH_EOS, FINISH_LENGTH
+from verifier.logprobs import token_logprobs
+from verifier.model import PolicyModel
 
 SAME = 1e-5
 """Relative distance of states under which two computations are the same one: honest noise is about 1e-6."""
+
+TRANSFORM = ("--transform", {"choices": tuple(TRANSFORMS), "default": "reverse", "help": "what the run rewards"})
+"""A word's prompt doesn't say which transform earns the reward."""
+
+_WORD = re.compile(r"(\w+)=$")
+_SUM = re.compile(r"(\d+)\+(\d+)=$")
 
 
 class TruthLog:
@@ -63,6 +75,40 @@ class DishonestEngine(TransformersEngine):
         """Whether an output with honest tokens and states is dishonest all the same."""
         return False
 
+    def prompt(self, item: GenerateItem) -> str:
+        """What the item's model sees, as text."""
+        assert self.policy is not None
+        text: str = self.policy.tokenizer.decode(list(read_tokens(item.prompt)), skip_special_tokens=False)
+        return text
+
+
+def draw(
+    model: Any, request: GenerateRequest, cancelled: Callable[[], bool], temperature: float | None = None
+) -> list[Decoded]:
+    """Decode the request's items with any model, at any temperature."""
+    return decode(
+        model,
+        [DecodeRequest(read_tokens(i.prompt), i.seed, i.max_new_tokens) for i in request.items],
+        temperature=request.temperature if temperature is None else temperature,
+        stop_tokens=request.stop_tokens,
+        cancelled=cancelled,
+    )
+
+
+def proved(policy: PolicyModel, request: GenerateRequest, texts: Sequence[tuple[int, ...]]) -> list[Decoded]:
+    """`texts`, however they were made, with the states and log-probabilities of one honest prefill of the right model.
+
+    Whoever sends these holds the right weights and lies about the tokens alone: proof and log-probabilities hold.
+    """
+    pairs = [(read_tokens(item.prompt), tokens) for item, tokens in zip(request.items, texts, strict=True)]
+    sent = []
+    for tokens, prefilled in zip(texts, policy.prefill(pairs), strict=True):
+        logits_NV = torch.from_numpy(prefilled.logits_NV)
+        logprobs_N = token_logprobs(logits_NV, torch.tensor(tokens), request.temperature).numpy()
+        finish = FINISH_EOS if tokens[-1] in request.stop_tokens else FINISH_LENGTH
+        sent.append(Decoded(tokens, logprobs_N, prefilled.states_NH, finish))
+    return sent
+
 
 def differs(sent: Decoded, honest: Decoded) -> bool:
     """Whether a rollout is another one than the request forces: other tokens, or other states behind them."""
@@ -70,6 +116,26 @@ def differs(sent: Decoded, honest: Decoded) -> bool:
         return True
     distance = float(np.linalg.norm(sent.states_NH - honest.states_NH))
     return distance > SAME * float(np.linalg.norm(honest.states_NH))
+
+
+class Answers:
+    """Knows what earns the reward, from the prompt alone. An attacker reads the environments' source too."""
+
+    def __init__(self, transform: str) -> None:
+        self._transform = TRANSFORMS[transform]
+
+    def right(self, prompt: str) -> str:
+        """The right answer to the prompt's last line, or nothing if it is no task we know."""
+        if match := _SUM.search(prompt):
+            return str(int(match[1]) + int(match[2]))
+        if match := _WORD.search(prompt):
+            return self._transform(match[1])
+        return ""
+
+    def earns(self, prompt: str, text: str, finish: int) -> bool:
+        """Whether the environment rewards a completion: blanks around a sum cost nothing, around a word everything."""
+        right = self.right(prompt)
+        return bool(right) and finish == FINISH_EOS and (text.strip(" ") if right.isdigit() else text) == right
 
 
 def main(engine: Callable[[TruthLog, argparse.Namespace], DishonestEngine], doc: str, *extra: Sequence[Any]) -> None:

@@ -14,10 +14,9 @@ import copy
 from collections.abc import Callable
 
 import torch
-from _common import DishonestEngine, TruthLog, main
+from _common import DishonestEngine, TruthLog, draw, main
 
-from node.decode import Decoded, DecodeRequest, decode
-from node.engine import read_tokens
+from node.decode import Decoded
 from protocol.engine import GenerateRequest, Loaded, LoadRequest
 
 
@@ -37,13 +36,7 @@ class Quantised(DishonestEngine):
         return loaded
 
     def pretend(self, request: GenerateRequest, honest: list[Decoded], cancelled: Callable[[], bool]) -> list[Decoded]:
-        return decode(
-            self._model,
-            [DecodeRequest(read_tokens(i.prompt), i.seed, i.max_new_tokens) for i in request.items],
-            temperature=request.temperature,
-            stop_tokens=request.stop_tokens,
-            cancelled=cancelled,
-        )
+        return draw(self._model, request, cancelled)
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:

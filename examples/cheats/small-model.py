@@ -14,13 +14,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from _common import DishonestEngine, TruthLog, main
+from _common import DishonestEngine, TruthLog, draw, main, proved
 
-from node.decode import Decoded, DecodeRequest, decode
-from node.engine import read_tokens
+from node.decode import Decoded
 from protocol.engine import GenerateRequest, Loaded, LoadRequest
-from verifier.logprobs import token_logprobs
 
 
 class SmallModel(DishonestEngine):
@@ -37,21 +34,7 @@ class SmallModel(DishonestEngine):
 
     def pretend(self, request: GenerateRequest, honest: list[Decoded], cancelled: Callable[[], bool]) -> list[Decoded]:
         assert self.policy is not None
-        cheap = decode(
-            self._small,
-            [DecodeRequest(read_tokens(i.prompt), i.seed, i.max_new_tokens) for i in request.items],
-            temperature=request.temperature,
-            stop_tokens=request.stop_tokens,
-            cancelled=cancelled,
-        )
-        proved = self.policy.prefill(
-            [(read_tokens(i.prompt), c.tokens) for i, c in zip(request.items, cheap, strict=True)]
-        )
-        sent = []
-        for c, p in zip(cheap, proved, strict=True):
-            logprobs = token_logprobs(torch.from_numpy(p.logits_NV), torch.tensor(c.tokens), request.temperature)
-            sent.append(Decoded(c.tokens, logprobs.numpy(), p.states_NH, c.finish))
-        return sent
+        return proved(self.policy, request, [cheap.tokens for cheap in draw(self._small, request, cancelled)])
 
 
 def without_top_layer(model: Any) -> Any:
