@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,14 @@ import aiohttp
 from protocol.errors import ProtocolError, ReasonCode, TransportError
 from protocol.limits import MAX_LAYOUT_BYTES, SHARD_BYTES
 from protocol.manifest import Run
+from protocol.records import RelayReport
 from shardcast.download import Sink, hash_region, preallocate, write_region
 from shardcast.errors import PublicationError, SourceError, StoreError
 from shardcast.follower import Follower
 from shardcast.heads import SeenHeads, parse_publication_name, publication_name, replace_file
 from shardcast.layout import Layout, decode_layout, safetensors_header
 from shardcast.limits import MAX_FEED_BYTES, MAX_STATES_BYTES
+from shardcast.passes import Parent, Presenter
 from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
 from shardcast.records import ShardRecord
 from shardcast.server import Clock, wall_clock_ms
@@ -115,17 +117,21 @@ class Puller:
     def __init__(
         self,
         run: Run,
-        sources: Callable[[], list[str]],
+        sources: Callable[[], Sequence[str | Parent]],
         store: Path,
         keep: int = 4,
         session: aiohttp.ClientSession | None = None,
         *,
         clock_ms: Clock = wall_clock_ms,
+        presenter: Presenter | None = None,
+        report: Callable[[RelayReport], None] | None = None,
     ) -> None:
         """Open a store; `start` (or `run_forever`) then verifies what is in it.
 
         Args:
-            sources: URLs of relays or the origin, best first; read again every second.
+            sources: relays or the origin, or their URLs, best first; read again every second.
+            presenter: shows our passes.
+            report: told of a relay that sent wrong bytes; must not block.
             keep: policies kept on disk (more for `GRACE_S` after use).
             clock_ms: corrected time; heads are believed for an hour.
 
@@ -159,6 +165,8 @@ class Puller:
             on_whole=self._on_whole,
             on_head=lambda raw: None,
             session=session,
+            presenter=presenter,
+            report=report,
         )
 
     @property
@@ -175,6 +183,14 @@ class Puller:
     def problems(self) -> dict[str, SourceError]:
         """The last failure of each source, by address."""
         return self._follower.problems
+
+    async def policy_bytes(self) -> int:
+        """Bytes of one policy's weights, from the run's layout; so that room can be checked before they come.
+
+        Raises:
+            SourceError: no source has the layout now.
+        """
+        return (await self._weights_header())[1]
 
     async def start(self) -> None:
         """Verify the policies on disk; the newest that holds becomes `current`. Idempotent."""
