@@ -3,7 +3,7 @@
 `run id = BLAKE3(genesis RunManifest payload)`. Everything a node, validator or auditor must agree on is in here,
 so that a lease only needs to name the manifest's hash.
 
-Not covered yet: later versions of the manifest (`RunUpdate`); this slice has the genesis only.
+Not covered: later versions of the manifest (`chain`).
 """
 
 from __future__ import annotations

@@ -1,163 +1,94 @@
 """What a run's ledger means: a pure fold, so the same entries give the same state everywhere (invariant 6).
 
 No clock, no disk, no network. `apply` never raises on entries of valid types: what contradicts the rules below is
-left out of the state and recorded in `problems`. Signatures are the caller's business (the coordinator checked them
-on arrival, the audit checks them again); the fold reads who signed an envelope, not whether the signature holds.
+left out of the state and recorded in `problems`. Signatures of subjects are the caller's business (the coordinator
+checked them on arrival, the audit checks them again); the fold reads who signed an envelope, not whether the signature
+holds. Two exceptions, because they are rare and end trust: links of the manifest chain and a relay's own stamp.
 
     probation --accepted rollouts--> active
-    probation, active --a REJECT waits for its second verdict--> paused --not repeated--> back
-    paused --the second validator repeats one--> suspended (for good; what is undecided is discarded)
+    probation, active --a REJECT waits for another verdict--> paused --not repeated--> back
+    paused --a second validator repeats one--> suspended (for good; what is undecided is discarded)
+    any --evidence of dropped results, of a relay's lie, or a revocation--> suspended
 
-A submission is decided by its round 1 verdict alone, unless that holds a REJECT or a round 2 job was drawn for it;
-then by both: ACCEPT twice accepts, REJECT twice rejects, anything else is inconclusive.
-
-Not covered: whom to lease to, whom to draw, what to batch (`trainer`).
+Not covered: how verdicts decide a submission (`decision`), a batch's rules (`batch_rules`), the manifest's own
+(`chain`); whom to lease to, whom to draw, what to batch (`trainer`); whether a draw is the right one (the audit: it
+needs the secret that is revealed later).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from blake3 import blake3
 
-from protocol import codec
+from protocol import codec, decision, draws
+from protocol.batch_rules import check_batch
+from protocol.chain import Chain
 from protocol.envelope import Envelope, parse
-from protocol.errors import LedgerError, ProtocolError
-from protocol.limits import KIB, MAX_ROLLOUTS_PER_LEASE, submission_raw_bound
-from protocol.manifest import MANIFEST_KIND, RunManifest
+from protocol.errors import LedgerError, ProtocolError, ReasonCode
+from protocol.evidence import check_drop_bar, check_relay_lie
+from protocol.limits import MAX_ROLLOUTS_PER_LEASE, submission_raw_bound
+from protocol.manifest import MANIFEST_KIND, Run, RunManifest
 from protocol.records import (
     ACCEPT,
     INCONCLUSIVE,
     REJECT,
-    U64,
     BatchClosed,
-    Hash,
-    Id,
+    DrawsOpened,
+    DrawsRevealed,
+    DropEvidence,
     JobDrawn,
     JoinRequest,
     Lease,
     LeaseClosed,
     LedgerEntry,
-    Outcome,
+    RelayReport,
     RoleGrant,
     RunFinished,
     UploadIntent,
+    ValidatorsPresent,
     Verdict,
 )
+from protocol.state_types import (
+    ACCEPTED,
+    DISCARDED,
+    PENDING,
+    REJECTED,
+    ROLES,
+    UNDECIDED,
+    BatchState,
+    LeaseState,
+    NodeState,
+    PeriodState,
+    PolicyHead,
+    PolicyState,
+    RolloutOutcome,
+    SubmissionState,
+    VerdictState,
+)
+
+__all__ = [
+    "ACCEPTED",
+    "DISCARDED",
+    "PENDING",
+    "REJECTED",
+    "ROLES",
+    "UNDECIDED",
+    "BatchState",
+    "LeaseState",
+    "NodeState",
+    "PeriodState",
+    "PolicyHead",
+    "PolicyState",
+    "RolloutOutcome",
+    "RunState",
+    "SubmissionState",
+    "VerdictState",
+    "fold",
+]
 
 R = TypeVar("R")
-
-ROLES = ("inference", "validator", "relay", "trainer")
-PENDING, ACCEPTED, REJECTED, UNDECIDED, DISCARDED = "pending", "accepted", "rejected", "inconclusive", "discarded"
-
-
-@codec.record(16 * KIB)
-@dataclass(frozen=True)
-class PolicyHead:
-    """The leading fields of `shardcast.records.Head`: what the fold needs to know of a published policy."""
-
-    epoch: U64
-    step: U64
-    publication: Id
-    manifest: Hash
-    root: Hash
-
-
-@dataclass
-class NodeState:
-    """One member, by its identity key."""
-
-    key: bytes
-    role: str
-    name: str
-    transport_key: bytes
-    joined_index: int
-    state: str = "probation"
-    accepted: int = 0
-    rejected: int = 0
-    inconclusive: int = 0
-    suspended_index: int | None = None
-    """Index of the verdict that ended trust."""
-    reason: str = ""
-    """Why it is paused or suspended: a reason code."""
-    unreturned: int = 0
-    """Leases in a row that it gave up or let expire."""
-    lost_time: int = 0
-    """Ledger time of the last of them."""
-    open_leases: set[bytes] = field(default_factory=set)
-    undecided: set[int] = field(default_factory=set)
-    """Its submissions that wait for a verdict."""
-    contested: set[int] = field(default_factory=set)
-    """Its submissions that hold a REJECT and wait for the other verdict."""
-
-
-@dataclass
-class LeaseState:
-    lease_id: bytes
-    lease: Lease
-    owner: bytes
-    index: int
-    time: int
-    status: str = "open"
-    """`open`, `submitted` or `closed`."""
-    submission: int | None = None
-    reason: str = ""
-    """Why it was closed."""
-    reissue_of: bytes | None = None
-    """The earliest lease with the same nonce."""
-
-    @property
-    def rollouts(self) -> int:
-        return len(self.lease.tasks) * self.lease.samples
-
-
-@dataclass(frozen=True)
-class VerdictState:
-    index: int
-    verdict: Verdict
-    validator: bytes
-
-
-@dataclass(frozen=True)
-class RolloutOutcome:
-    status: str = PENDING
-    reason: str = ""
-    """The reason code of the verdict that decided it."""
-
-
-@dataclass
-class SubmissionState:
-    """One upload. `outcomes` has one item per rollout of the lease, task-major."""
-
-    index: int
-    lease_id: bytes
-    owner: bytes
-    intent: UploadIntent
-    time: int
-    outcomes: tuple[RolloutOutcome, ...]
-    jobs: dict[int, JobDrawn] = field(default_factory=dict)
-    verdicts: dict[int, VerdictState] = field(default_factory=dict)
-    verdict_index: int | None = None
-    """Ledger index of the verdict that decided it: the one a batch entry names."""
-
-
-@dataclass(frozen=True)
-class PolicyState:
-    epoch: int
-    step: int
-    root: bytes
-    index: int
-    head: bytes
-    """The origin's `head` envelope."""
-
-
-@dataclass(frozen=True)
-class BatchState:
-    index: int
-    closed: BatchClosed
 
 
 class RunState:
@@ -170,12 +101,18 @@ class RunState:
         self.incarnation = 0
         self.run: bytes = b""
         self.manifest: RunManifest | None = None
+        """As it is now: the newest link of `chain`."""
+        self.chain: Chain | None = None
         self.grants: dict[bytes, set[str]] = {}
         self.nodes: dict[bytes, NodeState] = {}
         self.leases: dict[bytes, LeaseState] = {}
         self.submissions: dict[int, SubmissionState] = {}
         self.policies: dict[tuple[int, int], PolicyState] = {}
         self.newest_policy: PolicyState | None = None
+        self.periods: list[PeriodState] = []
+        """Draw periods, by number."""
+        self.present: tuple[bytes, ...] | None = None
+        """Whom validators are drawn from; None before the first `validators` entry."""
         self.batches: dict[int, BatchState] = {}
         self.trained: set[tuple[int, int]] = set()
         """(submission index, rollout position) of everything in a batch."""
@@ -228,14 +165,20 @@ class RunState:
             self.incarnation = entry.incarnation
             return
         handlers = {
+            "run.updated": self._run_updated,
             "grant": self._grant,
             "node.joined": self._node_joined,
             "policy": self._policy,
             "lease": self._lease,
             "lease.closed": self._lease_closed,
             "submission": self._submission,
+            "draws.opened": self._draws_opened,
+            "draws.revealed": self._draws_revealed,
+            "validators": self._validators,
             "job": self._job,
             "verdict": self._verdict,
+            "evidence.drop": self._evidence_drop,
+            "relay.accused": self._relay_accused,
             "batch": self._batch,
             "run.finished": self._run_finished,
         }
@@ -253,6 +196,29 @@ class RunState:
         if envelope.kind != MANIFEST_KIND or envelope.run != run or envelope.signer != manifest.root:
             raise LedgerError("its subject is no manifest signed by its own root")
         self.run, self.manifest = run, manifest
+        self.chain = Chain(Run(run, manifest, envelope))
+
+    def _run_updated(self, index: int, entry: LedgerEntry) -> None:
+        assert self.chain is not None
+        longer = self.chain.extend(entry.subject)
+        if any(longer.lapsed(key, entry.time) for key in self.chain_keys(longer)):
+            raise LedgerError("it comes outside the time its delegation gives", ReasonCode.EXPIRED)
+        known = len(self.chain.revocations)
+        self.chain, self.manifest = longer, longer.current.manifest
+        for gone in longer.revocations[known:]:
+            node = self.nodes.get(gone.key)
+            if node is not None and node.state != "suspended":
+                self._suspend(node, index, ReasonCode.KEY_REVOKED.value)
+            if self.present is not None and gone.key in self.present:
+                self.present = tuple(key for key in self.present if key != gone.key)
+        for node in self.nodes.values():
+            self._settle(node)  # the accepted rollouts that end probation may be others now
+
+    @staticmethod
+    def chain_keys(chain: Chain) -> tuple[bytes, bytes, bytes]:
+        """The three online keys in use."""
+        manifest = chain.current.manifest
+        return manifest.coordinator, manifest.origin, manifest.coordinator_transport
 
     def _grant(self, index: int, entry: LedgerEntry) -> None:
         grant = codec.decode(RoleGrant, entry.body)
@@ -274,8 +240,8 @@ class RunState:
 
     def _policy(self, index: int, entry: LedgerEntry) -> None:
         envelope, head = self._subject(entry, PolicyHead)
-        assert self.manifest is not None
-        if envelope.signer != self.manifest.origin:
+        assert self.chain is not None
+        if envelope.signer not in self.chain.keys("origin"):
             raise LedgerError("the head is not signed by the run's origin")
         order = (head.epoch, head.step)
         known = self.policies.get(order)
@@ -312,20 +278,20 @@ class RunState:
             raise LedgerError("it asks for no rollouts, or for a task twice")
         if len(lease.tasks) * lease.samples > MAX_ROLLOUTS_PER_LEASE:
             raise LedgerError("it asks for more rollouts than a submission can hold")
-        first = self._nonces.setdefault(lease.nonce, lease.lease_id)
+        first = self._nonces.get(lease.nonce, lease.lease_id)
         state = LeaseState(lease.lease_id, lease, envelope.audience, index, entry.time)
         if first != lease.lease_id:
             state.reissue_of = first
-            before = self.leases[first].lease
-            if (before.tasks, before.samples, before.environment) != (lease.tasks, lease.samples, lease.environment):
-                raise LedgerError("its nonce was used for other tasks")
+            _check_reissue(lease, self.leases[first].lease)
+        self._nonces[lease.nonce] = first
         self.leases[lease.lease_id] = state
         self.nodes[envelope.audience].open_leases.add(lease.lease_id)
 
     def _check_terms(self, lease: Lease, manifest: RunManifest) -> None:
         """What every lease of a run has in common: whoever issues it may not change what is sampled or checked."""
-        if lease.manifest != self.run:
-            raise LedgerError("it names another manifest")
+        assert self.chain is not None
+        if lease.manifest != self.chain.hash:
+            raise LedgerError("it names another manifest than the newest of the run's chain")
         if lease.environment not in {spec.digest for spec in manifest.environments}:
             raise LedgerError("its environment is none of the run's")
         if lease.max_new_tokens != manifest.sampling.max_new_tokens:
@@ -336,7 +302,7 @@ class RunState:
         lease = self.leases.get(closed.lease_id)
         if lease is None or lease.status != "open":
             raise LedgerError("no open lease has this id")
-        lease.status, lease.reason = "closed", closed.reason
+        lease.status, lease.reason, lease.closed_index = "closed", closed.reason, index
         owner = self.nodes[lease.owner]
         owner.open_leases.discard(lease.lease_id)
         owner.unreturned, owner.lost_time = owner.unreturned + 1, entry.time
@@ -356,7 +322,14 @@ class RunState:
         lost = node.state == "suspended"
         outcome = RolloutOutcome(DISCARDED, node.reason) if lost else RolloutOutcome()
         self.submissions[index] = SubmissionState(
-            index, lease.lease_id, lease.owner, intent, entry.time, (outcome,) * lease.rollouts
+            index,
+            lease.lease_id,
+            lease.owner,
+            intent,
+            entry.time,
+            (outcome,) * lease.rollouts,
+            period=len(self.periods) - 1 if self.periods and self.periods[-1].secret is None else None,
+            probation=node.state == "probation",
         )
         lease.status, lease.submission = "submitted", index
         node.open_leases.discard(lease.lease_id)
@@ -364,24 +337,79 @@ class RunState:
         if not lost:
             node.undecided.add(index)
 
+    def _draws_opened(self, index: int, entry: LedgerEntry) -> None:
+        opened = codec.decode(DrawsOpened, entry.body)
+        assert self.manifest is not None
+        if opened.period != len(self.periods):
+            raise LedgerError(f"period {opened.period} came where {len(self.periods)} was expected")
+        if opened.second_draw < self.manifest.leases.second_draw:
+            raise LedgerError("fewer second draws than the run's manifest promises")
+        if opened.probation_factor < draws.SECOND_DRAW_IN_PROBATION:
+            raise LedgerError("fewer second draws in probation than the protocol asks for")
+        self.periods.append(PeriodState(index, opened))
+
+    def _draws_revealed(self, index: int, entry: LedgerEntry) -> None:
+        revealed = codec.decode(DrawsRevealed, entry.body)
+        assert self.manifest is not None
+        if revealed.period >= len(self.periods):
+            raise LedgerError(f"period {revealed.period} was never opened")
+        period = self.periods[revealed.period]
+        if period.secret is not None:
+            raise LedgerError(f"period {revealed.period} is already revealed")
+        if blake3(revealed.secret).digest() != period.opened.commitment:
+            raise LedgerError(f"not the secret that period {revealed.period} is bound to")
+        if period.open_jobs and len(self.batches) < self.manifest.steps:
+            raise LedgerError(f"{len(period.open_jobs)} jobs of period {revealed.period} still wait for their verdict")
+        period.secret, period.revealed_index = revealed.secret, index
+
+    def _validators(self, index: int, entry: LedgerEntry) -> None:
+        present = codec.decode(ValidatorsPresent, entry.body)
+        if list(present.keys) != sorted(set(present.keys)):
+            raise LedgerError("its keys are not sorted, or one is there twice")
+        for key in present.keys:
+            self._check_validator(key)
+        self.present = present.keys
+
+    def _check_validator(self, key: bytes) -> None:
+        node = self.nodes.get(key)
+        if node is None or node.role != "validator" or "validator" not in self.grants.get(key, ()):
+            raise LedgerError("the validator was not admitted")
+        if node.state == "suspended":
+            raise LedgerError("the validator's key was revoked", ReasonCode.KEY_REVOKED)
+
     def _job(self, index: int, entry: LedgerEntry) -> None:
         job = codec.decode(JobDrawn, entry.body)
         submission = self.submissions.get(job.submission)
         if submission is None:
             raise LedgerError("no submission has this index")
-        if job.round not in (1, 2):
+        if not 1 <= job.round <= decision.ROUNDS:
             raise LedgerError(f"there is no round {job.round}")
         if job.job_id in self._jobs or job.round in submission.verdicts:
             raise LedgerError("the job id is used, or the round already has its verdict")
         if submission.verdict_index is not None:
             raise LedgerError("the submission is already decided")
-        node = self.nodes.get(job.validator)
-        if node is None or node.role != "validator" or "validator" not in self.grants.get(job.validator, ()):
-            raise LedgerError("the validator was not admitted")
-        other = submission.jobs.get(3 - job.round)
-        if other is not None and other.validator == job.validator:
+        needed = job.round in submission.jobs or decision.next_round(submission) == job.round
+        if (
+            not needed
+            and (job.round == 3 or job.round - 1 not in submission.jobs)
+            and submission.index in (self.nodes[submission.owner].undecided)
+        ):
+            raise LedgerError(f"nothing asks for round {job.round} yet")
+        self._check_validator(job.validator)
+        if decision.others(submission, job.round).get(job.validator) is False:
             raise LedgerError("the second validator must be another one than the first")
+        if submission.period is None and self.periods:
+            raise LedgerError("the submission came while no draw period was open")
+        if submission.period is not None:
+            if job.period != submission.period or job.attempt != submission.attempts.get(job.round, 0):
+                raise LedgerError("another draw period or attempt than the submission's")
+            if self.periods[submission.period].secret is not None:
+                raise LedgerError("drawn with a secret that was already revealed")
+            if self.present is None or job.validator not in self.present:
+                raise LedgerError("the validator was not present")
+            self.periods[submission.period].open_jobs.add((submission.index, job.round))
         submission.jobs[job.round] = job
+        submission.attempts[job.round] = submission.attempts.get(job.round, 0) + 1
         self._jobs[job.job_id] = (job.submission, job.round)
 
     def _verdict(self, index: int, entry: LedgerEntry) -> None:
@@ -400,7 +428,31 @@ class RunState:
         if any(outcome.outcome not in (ACCEPT, REJECT, INCONCLUSIVE) for outcome in verdict.outcomes):
             raise LedgerError("an outcome that does not exist")
         submission.verdicts[verdict.round] = VerdictState(index, verdict, envelope.signer)
+        if submission.period is not None:
+            self.periods[submission.period].open_jobs.discard((submission.index, verdict.round))
         self._weigh(submission, self.nodes[submission.owner], index)
+
+    def _evidence_drop(self, index: int, entry: LedgerEntry) -> None:
+        evidence = codec.decode(DropEvidence, entry.body)
+        node = self.nodes.get(evidence.key)
+        if node is None or node.role != "inference" or evidence.upto > index:
+            raise LedgerError("it is about no inference node, or counts entries that are not there yet")
+        check_drop_bar(evidence)
+        self._end_trust(node, index, ReasonCode.DROPPED_RESULTS)
+
+    def _relay_accused(self, index: int, entry: LedgerEntry) -> None:
+        _, report = self._subject(entry, RelayReport)
+        node = self.nodes.get(report.relay)
+        if node is None or node.role != "relay":
+            raise LedgerError("the key it accuses is no relay of this run")
+        assert self.chain is not None
+        check_relay_lie(report, self.run, self.chain.keys("origin"))
+        self._end_trust(node, index, ReasonCode.RELAY_LIED)
+
+    def _end_trust(self, node: NodeState, index: int, reason: ReasonCode) -> None:
+        if node.state == "suspended":
+            raise LedgerError(f"the key is already suspended: {node.reason}")
+        self._suspend(node, index, reason.value)
 
     def _batch(self, index: int, entry: LedgerEntry) -> None:
         closed = codec.decode(BatchClosed, entry.body)
@@ -410,39 +462,11 @@ class RunState:
         if closed.step > expected or not closed.entries or self.finished is not None:
             raise LedgerError(f"batch {closed.step} is empty, out of order, or comes after the run's end")
         assert self.manifest is not None
-        if closed.step >= self.manifest.steps:
-            raise LedgerError(f"batch {closed.step} of a run of {self.manifest.steps} steps")
-        if self.newest_policy is None or closed.epoch != self.newest_policy.epoch:
-            raise LedgerError(f"batch {closed.step} is of another epoch than the newest policy")
-        keys: list[tuple[int, int]] = []
-        samples: list[tuple[bytes, int, int]] = []
-        groups: Counter[tuple[int, int]] = Counter()
-        for item in closed.entries:
-            submission = self.submissions.get(item.submission)
-            if submission is None or item.rollout >= len(submission.outcomes):
-                raise LedgerError(f"it names rollout {item.rollout} of submission {item.submission}: there is none")
-            if submission.outcomes[item.rollout].status != ACCEPTED or submission.verdict_index != item.verdict:
-                raise LedgerError(
-                    f"rollout {item.rollout} of submission {item.submission} was not accepted by verdict {item.verdict}"
-                )
-            if self.nodes[submission.owner].state == "suspended":
-                raise LedgerError(f"submission {item.submission} is from a suspended node")
-            lease = self.leases[submission.lease_id].lease
-            if not 0 <= closed.step - lease.step <= self.manifest.leases.max_staleness:
-                raise LedgerError(
-                    f"submission {item.submission} was sampled by policy {lease.step}: too old, or too new"
-                )
-            task, sample = divmod(item.rollout, lease.samples)
-            groups[(item.submission, task)] += 1
-            keys.append((item.submission, item.rollout))
-            samples.append((lease.nonce, lease.tasks[task], sample))
-        if len(set(samples)) != len(samples) or not self._samples.isdisjoint(samples):
-            raise LedgerError("a rollout is trained twice")
-        for (number, _), count in groups.items():
-            if count != self.leases[self.submissions[number].lease_id].lease.samples:
-                raise LedgerError(f"a part of a group of submission {number}: groups are trained whole or not at all")
+        samples = check_batch(
+            closed, self.manifest, self.newest_policy, self.nodes, self.leases, self.submissions, self._samples
+        )
         self.batches[closed.step] = BatchState(index, closed)
-        self.trained.update(keys)
+        self.trained.update((item.submission, item.rollout) for item in closed.entries)
         self._samples.update(samples)
 
     def _run_finished(self, index: int, entry: LedgerEntry) -> None:
@@ -460,27 +484,17 @@ class RunState:
         """A verdict arrived: decide the submission if it can be decided, and what it means for its owner."""
         if submission.index not in node.undecided:
             return  # discarded with its owner's suspension; the verdict is kept for the audit
-        first, second = submission.verdicts.get(1), submission.verdicts.get(2)
-        rejects = [
-            outcome.reason
-            for state in submission.verdicts.values()
-            for outcome in state.verdict.outcomes
-            if outcome.outcome == REJECT
-        ]
-        if first is None or (second is None and (rejects or 2 in submission.jobs)):
-            if rejects:
+        outcomes = decision.decide(submission)
+        if outcomes is None:
+            reason = decision.contested(submission)
+            if reason:
                 node.contested.add(submission.index)
-                node.reason = rejects[0]
-                self._settle(node)
+                node.reason = reason
+            else:
+                node.contested.discard(submission.index)
+            self._settle(node)
             return
-        submission.outcomes = tuple(
-            _decide(one, two)
-            for one, two in zip(
-                first.verdict.outcomes,
-                second.verdict.outcomes if second is not None else first.verdict.outcomes,
-                strict=True,
-            )
-        )
+        submission.outcomes = outcomes
         submission.verdict_index = index
         node.undecided.discard(submission.index)
         node.contested.discard(submission.index)
@@ -516,15 +530,19 @@ class RunState:
         envelope = parse(entry.subject)
         if envelope.run != self.run:
             raise LedgerError("its subject belongs to another run")
+        if self.chain is not None and self.chain.revoked(envelope.signer, entry.index):
+            raise LedgerError("its signer's key was revoked", ReasonCode.KEY_REVOKED)
         return envelope, envelope.record(cls)
 
 
-def _decide(one: Outcome, two: Outcome) -> RolloutOutcome:
-    if one.outcome == two.outcome == ACCEPT:
-        return RolloutOutcome(ACCEPTED, two.reason)
-    if one.outcome == two.outcome == REJECT:
-        return RolloutOutcome(REJECTED, two.reason)
-    return RolloutOutcome(UNDECIDED, one.reason if one.outcome != ACCEPT else two.reason)
+def _check_reissue(lease: Lease, first: Lease) -> None:
+    """A nonce used before: the same tokens are asked for again, all of them or some."""
+    if (lease.epoch, lease.step, lease.root) != (first.epoch, first.step, first.root):
+        raise LedgerError("its nonce was used under another policy")
+    if (lease.samples, lease.environment) != (first.samples, first.environment) or not set(lease.tasks) <= set(
+        first.tasks
+    ):
+        raise LedgerError("its nonce was used for other tasks")
 
 
 def fold(entries: Iterable[LedgerEntry]) -> RunState:

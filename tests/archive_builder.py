@@ -19,7 +19,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from protocol import codec
+from protocol import codec, decision, draws
 from protocol.envelope import Envelope, open_envelope, parse, seal
 from protocol.identity import Identity, load_identity
 from protocol.ledger import TREE_KIND, Ledger
@@ -44,6 +44,8 @@ from protocol.records import (
     Batch,
     BatchClosed,
     BatchEntry,
+    DrawsOpened,
+    DrawsRevealed,
     JobDrawn,
     JoinRequest,
     Lease,
@@ -57,12 +59,13 @@ from protocol.records import (
     TrainingRollout,
     TreeHead,
     UploadIntent,
+    ValidatorsPresent,
     Verdict,
 )
 from protocol.seeds import group_id, sampling_seed
 from protocol.segments import pack_segment, read_segments, seal_missing, segment_name
 from protocol.sequences import Sequences
-from protocol.state import PolicyHead
+from protocol.state import PolicyHead, fold
 
 START_MS = 1_760_000_000_000
 
@@ -124,6 +127,9 @@ class Chain:
         self._counter = 0
         self.leases: dict[bytes, Lease] = {}
         self.owners: dict[bytes, str] = {}
+        self.periods = 0
+        self._attempts: dict[tuple[int, int], int] = {}
+        self._period_of: dict[int, int] = {}
 
     def sealed(self, who: str, kind: str, record: object, audience: bytes = b"") -> bytes:
         self._sequence += 1
@@ -188,12 +194,61 @@ class Chain:
     def submit(self, lease_id: bytes, blob: bytes | None = None, raw_length: int = 100) -> int:
         data = blob if blob is not None else lease_id * 4
         intent = UploadIntent(lease_id, len(data), raw_length, blake3(data).digest())
-        return self.append("submission", b"", self.sealed(self.owners[lease_id], "intent", intent))
+        index = self.append("submission", b"", self.sealed(self.owners[lease_id], "intent", intent))
+        self._period_of[index] = max(0, self.periods - 1)
+        return index
+
+    def ready(self, *validators: str, rate: float = 0.1) -> None:
+        """The first draw period, with these validators present."""
+        self.validators(*validators)
+        self.open_draws(rate)
+
+    def validators(self, *names: str) -> int:
+        return self.append("validators", ValidatorsPresent(tuple(sorted(identity(name).public for name in names))))
+
+    @staticmethod
+    def secret(period: int) -> bytes:
+        return draws.keyed(blake3(b"test master").digest(), "period", period)
+
+    def open_draws(self, rate: float = 0.1, factor: float = draws.SECOND_DRAW_IN_PROBATION) -> int:
+        self.periods += 1
+        number = self.periods - 1
+        return self.append("draws.opened", DrawsOpened(number, blake3(self.secret(number)).digest(), rate, factor))
+
+    def reveal(self, period: int | None = None) -> int:
+        number = self.periods - 1 if period is None else period
+        return self.append("draws.revealed", DrawsRevealed(number, self.secret(number)))
 
     def job(self, submission: int, validator: str, round_: int = 1) -> bytes:
-        job_id = self.fresh()
-        self.append("job", JobDrawn(job_id, submission, identity(validator).public, round_, 0, 0))
+        """A job for a validator of the test's choice, under the id and attempt a true draw has."""
+        attempt = self._attempts.get((submission, round_), 0)
+        self._attempts[(submission, round_)] = attempt + 1
+        period = self._period_of.get(submission, max(0, self.periods - 1))
+        job_id = draws.job_id(self.secret(period), submission, round_, attempt)
+        self.append("job", JobDrawn(job_id, submission, identity(validator).public, round_, period, attempt))
         return job_id
+
+    def draw(self, state, submission: int, round_: int = 1) -> str:
+        """Whom the rule draws for the next job of a round; `state` is the fold so far. Append it with `job`."""
+        held = state.submissions[submission]
+        before = held.jobs.get(round_)
+        chosen = draws.draw_validator(
+            self.secret(held.period),
+            held.intent.digest,
+            submission,
+            round_,
+            held.attempts.get(round_, 0),
+            draws.candidates(
+                state.present, decision.others(held, round_), before.validator if before is not None else None
+            ),
+        )
+        return state.nodes[chosen].name
+
+    def wants_second(self, state, submission: int, rate: float = 0.1) -> bool:
+        held = state.submissions[submission]
+        return len(state.present) > 1 and draws.wants_second(
+            self.secret(held.period), held.intent.digest, submission, rate, held.probation
+        )
 
     def verdict(
         self, job_id: bytes, digest: bytes, validator: str, outcomes, round_: int = 1, details: bytes = bytes(32)
@@ -285,12 +340,14 @@ class _Builder:
             chain.join(who, role)
         for who in ("ann", "bob", "mal"):
             chain.join(who, "inference")
+        chain.ready("val", "vic")
         for step in range(self.steps):
             self._step(step)
             asyncio.run(ledger.commit())
             seal_missing(ledger, self.root / "ledger")
         last = self.root / "published" / f"e0000-s{self.steps:08d}" / "head.hw"
         chain.append("policy", b"", last.read_bytes())
+        chain.reveal()
         chain.finish(self.steps)
         asyncio.run(ledger.commit())
         seal_missing(ledger, self.root / "ledger")
@@ -358,6 +415,17 @@ class _Builder:
         (self.root / "batches" / f"step-{step:08d}.hwb").write_bytes(raw)
         shutil.rmtree(self.root / ".build")
 
+    def _state(self):
+        return fold(stored.entry() for stored in self.chain.sink.entries())
+
+    def _answer(self, lease_id: bytes, job: tuple[int, str, bytes], judgement, details: bytes, digest: bytes) -> int:
+        round_, validator, job_id = job
+        (self.root / "submissions" / f"{lease_id.hex()}.{round_}.hwv").write_bytes(details)
+        hashed = blake3(details).digest()
+        index = self.chain.verdict(job_id, digest, validator, judgement.outcomes, round_, hashed)
+        self.verdicts.append(index)
+        return index
+
     def _work(self, who: str, step: int, policy, tasks, honest: bool):
         """One lease from its issue to its deciding verdict; returns batch entries and training rollouts."""
         import zstandard
@@ -374,14 +442,18 @@ class _Builder:
         index = chain.submit(lease_id, blob, len(raw))
         self.submissions[index] = lease_id
         judgement = judge_upload(chain.run, lease, blob, len(raw), policy, self.environment)
-        rounds = [(1, "val")] if honest else [(1, "val"), (2, "vic")]
         details = codec.encode(judgement.verdict_details())
-        for round_, validator in rounds:
-            (files / f"{lease_id.hex()}.{round_}.hwv").write_bytes(details)
-            job = chain.job(index, validator, round_)
-            digest = blake3(blob).digest()
-            verdict = chain.verdict(job, digest, validator, judgement.outcomes, round_, blake3(details).digest())
-            self.verdicts.append(verdict)
+        digest = blake3(blob).digest()
+        by_rate = chain.wants_second(self._state(), index)
+        jobs = []
+        for round_ in (1, 2):
+            if round_ == 1 or by_rate or not honest:
+                if round_ == 2 and not by_rate:  # drawn only after the first one's rejection
+                    self._answer(lease_id, jobs.pop(), judgement, details, digest)
+                validator = chain.draw(self._state(), index, round_)
+                jobs.append((round_, validator, chain.job(index, validator, round_)))
+        for job in jobs:
+            verdict = self._answer(lease_id, job, judgement, details, digest)
         said = {outcome.outcome for outcome in judgement.outcomes}
         assert said == ({ACCEPT} if honest else {REJECT}), judgement
         if not honest:

@@ -1,0 +1,127 @@
+"""How verdicts decide a submission, as pure functions of what the ledger holds of it.
+
+Per rollout, over the verdicts so far, each validator counted once:
+
+    two REJECT                          rejected
+    a REJECT and an ACCEPT              inconclusive
+    an ACCEPT, no REJECT                accepted
+    one REJECT and nothing else         open: nobody is condemned on one word
+    nothing but INCONCLUSIVE            open: nobody has said anything yet
+
+A submission waits while a job drawn for it is open. After that, while a rollout is open, another round is drawn, three
+rounds at most; what is still open then is inconclusive. Two REJECTs on one rollout end it at once: its owner is
+suspended, and nothing else of it can be learned from.
+
+Not covered: who is drawn (`draws`), what a decision means for the owner (`state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from protocol.records import ACCEPT, REJECT
+from protocol.state_types import (
+    ACCEPTED,
+    DISCARDED,
+    PENDING,
+    REJECTED,
+    UNDECIDED,
+    RolloutOutcome,
+    SubmissionState,
+    VerdictState,
+)
+
+ROUNDS = 3
+"""Most verdicts a submission gets. A fourth would only help who can make validators fail at will; with two, one
+validator that runs out of memory decides that honest work is lost."""
+
+
+def weigh(submission: SubmissionState) -> tuple[RolloutOutcome, ...]:
+    """What the verdicts so far say of each rollout; PENDING where another round could still settle it."""
+    verdicts = sorted(submission.verdicts.values(), key=lambda state: state.index)
+    return tuple(_weigh_one(verdicts, i) for i in range(len(submission.outcomes)))
+
+
+def _weigh_one(verdicts: list[VerdictState], position: int) -> RolloutOutcome:
+    accepts: dict[bytes, VerdictState] = {}
+    rejects: dict[bytes, VerdictState] = {}
+    reason = ""
+    for state in verdicts:
+        outcome = state.verdict.outcomes[position]
+        if outcome.outcome == ACCEPT:
+            accepts[state.validator] = state
+        elif outcome.outcome == REJECT:
+            rejects[state.validator] = state
+        reason = outcome.reason
+    if rejects:
+        reason = [*rejects.values()][-1].verdict.outcomes[position].reason
+    if len(rejects) >= 2:
+        return RolloutOutcome(REJECTED, reason)
+    if rejects and accepts:
+        return RolloutOutcome(UNDECIDED, reason)
+    if accepts:
+        newest = [*accepts.values()][-1]
+        return RolloutOutcome(ACCEPTED, newest.verdict.outcomes[position].reason, newest.index)
+    return RolloutOutcome(PENDING, reason)
+
+
+def contested(submission: SubmissionState) -> str:
+    """The reason of a REJECT that waits to be repeated or contradicted; empty when there is none."""
+    for position, outcome in enumerate(weigh(submission)):
+        if outcome.status == PENDING and any(
+            state.verdict.outcomes[position].outcome == REJECT for state in submission.verdicts.values()
+        ):
+            return outcome.reason
+    return ""
+
+
+def next_round(submission: SubmissionState) -> int | None:
+    """The round a validator must be drawn for now; None when it is decided, discarded, or waits for an answer.
+
+    A second draw by rate is not in here: it needs the period's secret (`draws.wants_second`).
+    """
+    if submission.verdict_index is not None or (submission.outcomes and submission.outcomes[0].status == DISCARDED):
+        return None
+    if submission.open_rounds:
+        return None
+    if not submission.verdicts:
+        return 1
+    statuses = {outcome.status for outcome in weigh(submission)}
+    if REJECTED in statuses or PENDING not in statuses:
+        return None
+    used = max(submission.jobs)
+    return used + 1 if used < ROUNDS else None
+
+
+def decide(submission: SubmissionState) -> tuple[RolloutOutcome, ...] | None:
+    """The final outcomes, one per rollout, or None while a job is open or another round must be drawn."""
+    if not submission.verdicts:
+        return None
+    outcomes = weigh(submission)
+    if all(outcome.status != REJECTED for outcome in outcomes) and (
+        submission.open_rounds or next_round(submission) is not None
+    ):
+        return None
+    return tuple(
+        RolloutOutcome(UNDECIDED, outcome.reason) if outcome.status == PENDING else outcome for outcome in outcomes
+    )
+
+
+def others(submission: SubmissionState, round_number: int) -> Mapping[bytes, bool]:
+    """The validators of the other rounds' current jobs, for `draws.candidates`.
+
+    The value says whether that validator may be asked once more when nobody else is there: it answered, and found
+    nothing, either way, about any rollout that is still open (about none at all, when no rollout is).
+    """
+    count = len(submission.outcomes)
+    still_open = [i for i, outcome in enumerate(weigh(submission)) if outcome.status == PENDING] or range(count)
+    found: dict[bytes, bool] = {}
+    for number, job in submission.jobs.items():
+        if number == round_number:
+            continue
+        state = submission.verdicts.get(number)
+        silent = state is not None and all(
+            state.verdict.outcomes[i].outcome not in (ACCEPT, REJECT) for i in still_open
+        )
+        found[job.validator] = silent and found.get(job.validator, True)
+    return found

@@ -1,0 +1,68 @@
+"""Proofs about members that anybody can check from signed bytes alone.
+
+    a relay lied      its signed stamp and the origin's signed shard record name the same shard and different bytes
+    results dropped   numbers that follow from ledger and archive; here only the bar they must clear
+
+Not covered: computing the drop test (`verifier.drops`), collecting reports (`trainer`), stamping (`shardcast`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from protocol import codec
+from protocol.envelope import open_envelope
+from protocol.errors import LedgerError, ReasonCode
+from protocol.limits import KIB
+from protocol.records import U32, DropEvidence, Hash, Id, RelayReport, RelayStamp
+
+STAMP_KIND = "relay.stamp"
+REPORT_KIND = "relay.report"
+SHARD_KIND = "shard"
+
+DROP_LOG_E = math.log(1e7)
+"""Natural logarithm of the e-value at which a key is suspended. It bounds the chance, over a key's whole life, that an
+honest one ever gets there: 1e-7. Lowering it suspends honest keys; raising it lets more kept-back results through."""
+
+
+@codec.record(1 * KIB)
+@dataclass(frozen=True)
+class ShardView:
+    """The leading fields of `shardcast.records.ShardRecord`: what a stamp is held against."""
+
+    publication: Id
+    index: U32
+    wire_bytes: U32
+    raw_bytes: U32
+    wire_hash: Hash
+
+
+def check_relay_lie(report: RelayReport, run: bytes, origins: Collection[bytes]) -> None:
+    """Return when the report proves that its relay signed other bytes than the origin did.
+
+    Args:
+        run: the run id, 32 bytes.
+        origins: public keys the run's origin has had.
+
+    Raises:
+        ProtocolError: a signature does not hold, or the two signed records do not contradict each other.
+    """
+    stamp = open_envelope(report.stamp, run=run, kind=STAMP_KIND, signer=report.relay).record(RelayStamp)
+    envelope = open_envelope(report.shard, run=run, kind=SHARD_KIND)
+    if envelope.signer not in origins:
+        raise LedgerError("the shard record is not signed by the run's origin", ReasonCode.BAD_SIGNATURE)
+    shard = envelope.record(ShardView)
+    if (stamp.publication, stamp.index) != (shard.publication, shard.index):
+        raise LedgerError("stamp and shard record are about different shards")
+    if stamp.wire_hash == shard.wire_hash:
+        raise LedgerError("the relay stamped the bytes that the origin signed: that proves nothing")
+
+
+def check_drop_bar(evidence: DropEvidence) -> None:
+    """Raise LedgerError unless the evidence, if true, is enough to suspend its key."""
+    if evidence.log_e < DROP_LOG_E:
+        raise LedgerError(f"log e {evidence.log_e:.3g} is below the bar of {DROP_LOG_E:.3g}")
+    if not evidence.lost_mean < evidence.returned_mean:
+        raise LedgerError("what the key gave up was no worse than what it returned")

@@ -1,0 +1,151 @@
+"""What the fold keeps: one class for each thing a ledger speaks of.
+
+    NodeState LeaseState SubmissionState (RolloutOutcome VerdictState) PolicyState BatchState PeriodState
+
+Not covered: how they change (`state`), how a submission is decided (`decision`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol import codec
+from protocol.limits import KIB
+from protocol.records import U64, BatchClosed, DrawsOpened, Hash, Id, JobDrawn, Lease, UploadIntent, Verdict
+
+ROLES = ("inference", "validator", "relay", "trainer")
+PENDING, ACCEPTED, REJECTED, UNDECIDED, DISCARDED = "pending", "accepted", "rejected", "inconclusive", "discarded"
+
+
+@codec.record(16 * KIB)
+@dataclass(frozen=True)
+class PolicyHead:
+    """The leading fields of `shardcast.records.Head`: what the fold needs to know of a published policy."""
+
+    epoch: U64
+    step: U64
+    publication: Id
+    manifest: Hash
+    root: Hash
+
+
+@dataclass
+class NodeState:
+    """One member, by its identity key."""
+
+    key: bytes
+    role: str
+    name: str
+    transport_key: bytes
+    joined_index: int
+    state: str = "probation"
+    accepted: int = 0
+    rejected: int = 0
+    inconclusive: int = 0
+    suspended_index: int | None = None
+    """Index of the entry that ended trust: a verdict, evidence, or a revocation."""
+    reason: str = ""
+    """Why it is paused or suspended: a reason code."""
+    unreturned: int = 0
+    """Leases in a row that it gave up or let expire."""
+    lost_time: int = 0
+    """Ledger time of the last of them."""
+    open_leases: set[bytes] = field(default_factory=set)
+    undecided: set[int] = field(default_factory=set)
+    """Its submissions that wait for a verdict."""
+    contested: set[int] = field(default_factory=set)
+    """Its submissions that hold a REJECT and wait for another verdict."""
+
+
+@dataclass
+class LeaseState:
+    lease_id: bytes
+    lease: Lease
+    owner: bytes
+    index: int
+    time: int
+    status: str = "open"
+    """`open`, `submitted` or `closed`."""
+    submission: int | None = None
+    reason: str = ""
+    """Why it was closed."""
+    closed_index: int | None = None
+    reissue_of: bytes | None = None
+    """The earliest lease with the same nonce."""
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.lease.tasks) * self.lease.samples
+
+
+@dataclass(frozen=True)
+class VerdictState:
+    index: int
+    verdict: Verdict
+    validator: bytes
+
+
+@dataclass(frozen=True)
+class RolloutOutcome:
+    status: str = PENDING
+    reason: str = ""
+    """The reason code of the verdict that decided it."""
+    verdict: int | None = None
+    """Accepted ones: ledger index of the newest verdict that accepts it, the one a batch entry names."""
+
+
+@dataclass
+class SubmissionState:
+    """One upload. `outcomes` has one item per rollout of the lease, task-major."""
+
+    index: int
+    lease_id: bytes
+    owner: bytes
+    intent: UploadIntent
+    time: int
+    outcomes: tuple[RolloutOutcome, ...]
+    period: int | None = None
+    """The draw period it was entered in; None while none was open."""
+    probation: bool = False
+    """Whether its owner was in probation when it was entered: that multiplies the rate of second draws."""
+    jobs: dict[int, JobDrawn] = field(default_factory=dict)
+    """Round -> the newest job drawn for it."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    """Round -> jobs drawn for it so far."""
+    verdicts: dict[int, VerdictState] = field(default_factory=dict)
+    verdict_index: int | None = None
+    """Ledger index of the verdict that decided it."""
+
+    @property
+    def open_rounds(self) -> list[int]:
+        """Rounds whose job waits for its verdict."""
+        return [number for number in self.jobs if number not in self.verdicts]
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    epoch: int
+    step: int
+    root: bytes
+    index: int
+    head: bytes
+    """The origin's `head` envelope."""
+
+
+@dataclass(frozen=True)
+class BatchState:
+    index: int
+    closed: BatchClosed
+
+
+@dataclass
+class PeriodState:
+    """One draw period: its number is its place in `RunState.periods`."""
+
+    index: int
+    opened: DrawsOpened
+    secret: bytes | None = None
+    """Once it is revealed."""
+    revealed_index: int | None = None
+    open_jobs: set[tuple[int, int]] = field(default_factory=set)
+    """(submission, round) of jobs of this period that wait for a verdict."""
