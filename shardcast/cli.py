@@ -13,12 +13,12 @@ import logging
 import signal
 import sys
 import tomllib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from protocol.commands import fail
-from protocol.errors import HeadwaterError, UsageError
+from protocol.errors import HeadwaterError, ProtocolError, ReasonCode, UsageError
 
 EXAMPLES = """examples:
   shardcast publish RUN                                publish RUN/checkpoints as they appear
@@ -74,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     publish.add_argument("run", type=Path, metavar="RUN", help="run directory, from `trainer init`")
     publish.add_argument("--listen", help="HOST:PORT; default: [origin] listen of run.toml, else 127.0.0.1:0")
     publish.add_argument("--key", type=Path, help="origin key file; default RUN/keys/origin.pem")
+    publish.add_argument(
+        "--open",
+        action="store_true",
+        help="serve whoever asks; default: [origin] open of run.toml, else only nodes that the coordinator sends here",
+    )
 
     relay = add("relay", _relay, "pull from sources and serve each shard as soon as it is verified")
     _add_sources(relay)
@@ -119,29 +124,31 @@ ORIGIN_LISTEN = "127.0.0.1:4803"
 """Where the coordinator expects the origin when run.toml does not say; another default here and nobody finds it."""
 
 
-def _listen(run_dir: Path, given: str | None) -> str:
-    """`--listen`, else `[origin] listen` of run.toml, else its default; without a run.toml any free port.
+def _serving(run_dir: Path) -> tuple[str, bool]:
+    """Where to listen and whether everybody is served: `[origin] listen` and `open` of run.toml, or their defaults.
+
+    Without a run.toml: any free port, open to all, since no coordinator is there that could hand out passes.
 
     Raises:
         UsageError: run.toml is no TOML, or its [origin] holds a key we don't know.
     """
-    if given is not None:
-        return given
     path = run_dir / "run.toml"
     if not path.exists():
-        return "127.0.0.1:0"
+        return "127.0.0.1:0", True
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise UsageError(f"{path} is no valid TOML ({exc}); whoever edits this file must correct it") from exc
     origin = table.get("origin", {})
-    unknown = sorted(set(origin) - {"listen"}) if isinstance(origin, dict) else ["origin"]
+    unknown = sorted(set(origin) - {"listen", "open"}) if isinstance(origin, dict) else ["origin"]
     if unknown:
         raise UsageError(f"{path}: origin.{unknown[0]}: unknown key. Whoever edits this file must correct it")
-    listen = origin.get("listen", ORIGIN_LISTEN)
+    listen, everybody = origin.get("listen", ORIGIN_LISTEN), origin.get("open", False)
     if not isinstance(listen, str):
         raise UsageError(f"{path}: [origin] listen must be text like '127.0.0.1:8100'")
-    return listen
+    if not isinstance(everybody, bool):
+        raise UsageError(f"{path}: [origin] open must be true or false")
+    return listen, everybody
 
 
 async def _publish(args: argparse.Namespace) -> int:
@@ -149,8 +156,13 @@ async def _publish(args: argparse.Namespace) -> int:
     from shardcast.origin import Origin
 
     key = args.key or args.run / "keys" / "origin.pem"
-    listen = _listen(args.run, args.listen)
-    origin = Origin(args.run, identity=load_identity(key), listen=listen)
+    listen, everybody = _serving(args.run)
+    origin = Origin(
+        args.run,
+        identity=load_identity(key),
+        listen=args.listen or listen,
+        open_to_all=everybody or args.open,
+    )
     try:
         await origin.start()
         _say(args, f"publishing {args.run} at {origin.server.url}", url=origin.server.url)
@@ -170,10 +182,21 @@ async def _relay(args: argparse.Namespace) -> int:
     try:
         await relay.start()
         _say(args, f"relaying at {relay.url}", url=relay.url)
-        await relay.run_forever()
+        following = asyncio.create_task(relay.run_forever())
+        while not following.done():
+            await asyncio.wait([following], timeout=0.2)
+            _give_up_if_refused(relay.problems, args.source)
+        following.result()
     finally:
         await relay.close()
     return 0
+
+
+def _give_up_if_refused(problems: Mapping[str, ProtocolError], sources: list[str]) -> None:
+    """Raise the refusal once every source named by hand has refused us: asking again changes nothing."""
+    refused = [problems[source] for source in sources if source in problems]
+    if len(refused) == len(sources) and all(error.code == ReasonCode.NOT_GRANTED for error in refused):
+        raise refused[0]
 
 
 async def _pull(args: argparse.Namespace) -> int:
@@ -185,9 +208,14 @@ async def _pull(args: argparse.Namespace) -> int:
     try:
         while True:
             waiting = asyncio.create_task(puller.wait_newer(after, args.deadline if args.once else 1e9))
-            await asyncio.wait({following, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                while not waiting.done() and not following.done():
+                    await asyncio.wait({following, waiting}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
+                    _give_up_if_refused(puller.problems, args.source)
+            finally:
+                if not waiting.done():
+                    waiting.cancel()
             if following.done():
-                waiting.cancel()
                 following.result()
             policy = waiting.result()
             after = policy.key
@@ -213,6 +241,7 @@ async def _status(args: argparse.Namespace) -> int:
 
     place: str = args.place
     count: int | None = None
+    stats: dict[str, int] = {}
     if place.startswith(("http://", "https://")):
         from shardcast.source import Source, new_session
 
@@ -221,7 +250,8 @@ async def _status(args: argparse.Namespace) -> int:
         run = _run(args)
         try:
             async with new_session() as session:
-                raw = await Source(session, place, run.id).head()
+                source = Source(session, place, run.id)
+                raw, stats = await source.head(), await source.stats()
         except SourceError as exc:
             raise SourceError(
                 exc.address,
@@ -237,18 +267,30 @@ async def _status(args: argparse.Namespace) -> int:
         heads = published_heads(Path(place) / "published", run) if (Path(place) / "published").is_dir() else []
         count = len(heads)
         raw = heads[-1][0] if heads else None
+    health = f"\n{_in_words(stats)}" if stats else ""
     if raw is None:
-        _say(args, "nothing is published yet", published=0)
+        _say(args, f"nothing is published yet{health}", published=0, **stats)
         return 0
     envelope = open_envelope(raw, run=run.id, kind=HEAD_KIND, signer=run.manifest.origin)
     head = envelope.record(Head)
     text = f"newest: epoch {head.epoch} step {head.step} root {head.root.hex()[:16]}"
+    stats = {name: value for name, value in stats.items() if name not in ("epoch", "step")}
     table: dict[str, object] = {"epoch": head.epoch, "step": head.step, "root": head.root.hex()}
     if count is not None:
         text += f", {count} published"
         table["published"] = count
-    _say(args, text, signed_at=envelope.issued_at, **table)
+    _say(args, text + health, signed_at=envelope.issued_at, **stats, **table)
     return 0
+
+
+def _in_words(stats: dict[str, int]) -> str:
+    """What a server says of itself; nobody vouches for it."""
+    sent = stats.get("bytes_sent", 0)
+    return (
+        f"serves {stats.get('children', 0)} children, {stats.get('lag', 0)} steps behind, {sent / 1e6:.1f} MB sent, "
+        f"{stats.get('shards_sent', 0)} shards since its start, {stats.get('stamps', 0)} stamped, "
+        f"{stats.get('refused', 0)} requests refused"
+    )
 
 
 def _run(args: argparse.Namespace) -> Any:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -50,9 +51,21 @@ class Sink(Protocol):
 class Download:
     """One publication on its way into one sink."""
 
-    def __init__(self, publication: Publication, sink: Sink, resume: bool) -> None:
+    def __init__(
+        self,
+        publication: Publication,
+        sink: Sink,
+        resume: bool,
+        blame: Callable[[Source, ShardRecord, SourceError], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            resume: an earlier process may have left shards in the sink.
+            blame: told of every shard that a source failed to deliver.
+        """
         self.publication = publication
         self.sink = sink
+        self._blame = blame
         self.missing: set[int] = set(range(publication.shards))
         self.bytes_received = 0
         self._resume = resume
@@ -146,6 +159,8 @@ class Download:
         except SourceError as exc:
             health.failed(exc)
             log.warning("%s; asking another source", exc)
+            if self._blame is not None:
+                self._blame(source, record, exc)
         finally:
             health.in_flight -= 1
             self._busy.pop(record.index, None)

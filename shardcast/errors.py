@@ -7,10 +7,12 @@
         ├── ForkError          the origin signed two different things for one place; carries both as evidence
         ├── HeadError          a head that is stale, or older than one already seen
         ├── SourceError        what one source sent, or failed to send; charged to that address alone
+        │   └── LieError       a relay validly signed other bytes than the origin did; carries its stamp
         ├── StoreError         a local store that is damaged, or is held by another process
         └── PublishError       a checkpoint that the origin must not publish
 
-A source is blamed for what it sent (SourceError), the origin's key only for what it validly signed (ForkError).
+A source is blamed for what it sent (SourceError), a key only for what it validly signed (LieError: a relay's,
+ForkError: the origin's).
 """
 
 from __future__ import annotations
@@ -57,6 +59,16 @@ class SourceError(ShardcastError):
     def __init__(self, address: str, message: str, code: ReasonCode | None = None) -> None:
         super().__init__(f"{address}: {message}", code)
         self.address = address
+
+
+class LieError(SourceError):
+    """A relay validly signed other bytes for a shard than the origin did. `stamp` is its envelope."""
+
+    code = ReasonCode.RELAY_LIED
+
+    def __init__(self, address: str, message: str, stamp: bytes) -> None:
+        super().__init__(address, message)
+        self.stamp = stamp
 
 
 class StoreError(ShardcastError):

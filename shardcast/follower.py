@@ -1,13 +1,15 @@
 """Follows the newest policy over several sources: what a relay and a puller have in common.
 
-One watcher per source (the first three) holds a long-poll for news. What it learns goes into a `Track`, one per
-publication; `focus` decides which track is downloaded. A track is whole when all its shards, its manifest and its
-head are verified; then the owner's `on_whole` makes it visible.
+The first source that answers is asked for news by long-poll; up to two more are looked at every two seconds, so that
+one source can't withhold news for longer. What is learnt goes into a `Track`, one per publication; `focus` decides
+which track is downloaded. A track is whole when all its shards, its manifest and its head are verified; then the
+owner's `on_whole` makes it visible.
 
     news -> Publication.take (signatures) -> SeenHeads (rollback, fork) -> Download -> on_whole
 
-A source that sends something wrong is charged and asked less often; the others never notice. A fork of the
-origin stops everything: evidence is kept and `run_forever` raises.
+A source that sends something wrong is charged and asked less often; the others never notice. A relay that signed what
+it shouldn't have is never asked again, and reported. A fork of the origin stops everything: evidence is kept and
+`run_forever` raises.
 
 Not covered: where bytes go (`download.Sink`) and what a whole publication becomes (`puller`, `relay`).
 """
@@ -15,11 +17,12 @@ Not covered: where bytes go (`download.Sink`) and what a whole publication becom
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -28,10 +31,13 @@ from protocol.envelope import parse
 from protocol.errors import DecodeError, EnvelopeError, ReasonCode
 from protocol.limits import SHARD_BYTES
 from protocol.manifest import Run
+from protocol.records import RelayReport
 from shardcast.download import Download, Sink
-from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
+from shardcast.errors import ForkError, HeadError, LieError, PublicationError, SourceError
+from shardcast.focus import Candidate, Track, choose_focus
 from shardcast.heads import SeenHeads, publication_name
-from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, WATCHED_SOURCES
+from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, SPARE_LOOK_S, WATCHED_SOURCES
+from shardcast.passes import Parent, Presenter, parents_of
 from shardcast.publication import Key, Publication, pack_frames
 from shardcast.records import HEAD_KIND, MANIFEST_KIND, OPEN_KIND, SHARD_KIND, Head, ShardRecord
 from shardcast.server import Clock
@@ -42,59 +48,11 @@ log = logging.getLogger("shardcast.follower")
 _RECONCILE_S = 1.0
 _KEPT_TRACKS = 8
 _RECORDS_PAUSE_MAX_S = 2.0
+_REPORT_AGAIN_S = 60.0
+_EVIDENCE_DEADLINE_S = 60.0
 
 ENDS = 3
 """Frames of a publication beside its shards' records: the open record, the manifest and the head."""
-
-
-@dataclass
-class Track:
-    """One publication being learnt and fetched."""
-
-    publication: Publication
-    download: Download
-    pins: int = 0
-    """How many callers asked for it by name: it is then never dropped, and needs no head."""
-    announced: bool = False
-    """Its head was accepted: fresh and no rollback."""
-    task: asyncio.Task[None] | None = None
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Manifest and head are here, so that it may become visible once its shards are."""
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def settle(self) -> None:
-        if self.publication.manifest is not None and (self.announced or self.pins):
-            self.ready.set()
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What `choose_focus` needs to know of a track."""
-
-    key: Key
-    announced: bool
-
-
-def choose_focus(current: Candidate | None, others: Iterable[Candidate], dropped: bool) -> Key | None:
-    """Which unfinished publication to download.
-
-    The newest wins, but an announced download gives way only to another announced one (an origin that died half-way
-    must not starve us), and only once between two finished ones (else a slow link would never finish any).
-
-    Args:
-        current: the publication being downloaded, if any.
-        others: the other unfinished ones.
-        dropped: whether a download was already given up since the last finished one.
-    """
-    newest = max(others, key=lambda c: c.key, default=None)
-    if current is None or newest is None:
-        chosen = current or newest
-        return chosen.key if chosen is not None else None
-    if newest.key < current.key:
-        return current.key
-    if current.announced and (dropped or not newest.announced):
-        return current.key
-    return newest.key
 
 
 class Follower:
@@ -104,20 +62,24 @@ class Follower:
         self,
         run: Run,
         *,
-        sources: Callable[[], list[str]],
+        sources: Callable[[], Sequence[str | Parent]],
         seen: SeenHeads,
         clock_ms: Clock,
         make_sink: Callable[[Publication], Awaitable[tuple[Sink, bool]]],
         on_whole: Callable[[Publication, Sink], Awaitable[None]],
         on_head: Callable[[bytes], None],
         session: aiohttp.ClientSession | None = None,
+        presenter: Presenter | None = None,
+        report: Callable[[RelayReport], None] | None = None,
     ) -> None:
         """
         Args:
-            sources: the addresses to ask now, best first; read again every second.
+            sources: the places to ask now, best first; read again every second.
             make_sink: prepares a place for a publication; says whether shards may already be there.
             on_whole: makes a whole, verified publication visible.
             on_head: the newest head was signed again.
+            presenter: shows our passes to sources that have one.
+            report: told of a relay that sent wrong bytes, with proof where there is any; must not block.
         """
         self.run = run
         self._addresses = sources
@@ -128,6 +90,13 @@ class Follower:
         self._on_head = on_head
         self._session = session
         self._own_session = session is None
+        self._presenter = presenter
+        self._report = report
+        self._reported: dict[tuple[bytes, bool], float] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+        self._first = ""
+        """The address asked by long-poll."""
+        self._turned = asyncio.Event()
         self._known: dict[str, tuple[Source, SourceHealth]] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._tracks: dict[Key, Track] = {}
@@ -165,7 +134,8 @@ class Follower:
 
     async def close(self) -> None:
         """Stop watching and downloading; unfinished downloads stay on disk to be resumed."""
-        tasks = [*self._watchers.values(), *(t.task for t in self._tracks.values() if t.task is not None)]
+        downloads = [t.task for t in self._tracks.values() if t.task is not None]
+        tasks = [*self._watchers.values(), *downloads, *self._telling]
         self._watchers.clear()
         for task in tasks:
             task.cancel()
@@ -200,22 +170,45 @@ class Follower:
     def _whole(self) -> Key | None:
         return self.newest.key if self.newest is not None else None
 
-    def source(self, address: str) -> tuple[Source, SourceHealth]:
-        """The source at an address, with what is remembered of it."""
-        if address not in self._known:
-            if self._session is None:
-                self._session = new_session()
-            self._known[address] = (Source(self._session, address, self.run.id), SourceHealth(address))
-        return self._known[address]
+    def source(self, place: str | Parent) -> tuple[Source, SourceHealth]:
+        """The source at an address, with what is remembered of it as long as the same key answers there."""
+        parent = parents_of([place])[0]
+        known = self._known.get(parent.url)
+        if known is not None and (isinstance(place, str) or known[0].parent.key == parent.key):
+            if not isinstance(place, str):
+                known[0].parent = parent
+            return known
+        if self._session is None:
+            self._session = new_session()
+        # The origin's own records say what its shards are: it stamps nothing.
+        stamped_by = b"" if parent.key == self.run.manifest.origin else parent.key
+        source = Source(self._session, parent, self.run.id, stamped_by=stamped_by, presenter=self._presenter)
+        self._known[parent.url] = (source, SourceHealth(parent.url))
+        if parent.url in self._watchers:
+            self._watchers.pop(parent.url).cancel()
+        return self._known[parent.url]
 
     def sources(self) -> list[tuple[Source, SourceHealth]]:
         """All sources to ask now: those that are not resting first, otherwise in the order given."""
-        found = [self.source(address) for address in dict.fromkeys(self._addresses())]
+        named = {parent.url: parent for parent in reversed(parents_of(self._addresses()))}
+        found = [pair for pair in map(self.source, reversed(named.values())) if not pair[1].lied]
         now = time.monotonic()
         return sorted(found, key=lambda pair: pair[1].resting_until > now and pair[1].failures >= 3)
 
+    def _choose_first(self) -> None:
+        """The source asked by long-poll: the first that isn't resting."""
+        now = time.monotonic()
+        found = [health for _, health in self.sources()]
+        ready = [health.address for health in found if health.resting_until <= now]
+        first = next(iter(ready or [health.address for health in found]), "")
+        if first != self._first:
+            self._first = first
+            self._turned.set()
+            self._turned = asyncio.Event()
+
     def _reconcile(self) -> None:
         """One watcher for each of the first sources; none for those that are no longer named."""
+        self._choose_first()
         wanted = [source.address for source, _ in self.sources()][:WATCHED_SOURCES]
         for address in list(self._watchers):
             if address not in wanted:
@@ -232,24 +225,68 @@ class Follower:
         while True:
             try:
                 start = time.monotonic()
-                frames = await source.news(after, DEFAULT_WAIT_MS)
+                wait_ms = DEFAULT_WAIT_MS if address == self._first else 0
+                frames = await source.news(after, wait_ms)
                 if frames:
                     after = await self._learn(source, health, frames, after)
                 else:
                     await self._refresh_head(source)
-                    await _keep_polite(start)
+                    if wait_ms:
+                        await _keep_polite(start)
                 health.worked(0, 0.0)
             except SourceError as exc:
                 self._charge(health, exc)
-            pause = health.resting_until - time.monotonic()
-            if pause > 0:
-                await asyncio.sleep(pause)
+            await self._pause(address, health)
+
+    async def _pause(self, address: str, health: SourceHealth) -> None:
+        """Until a source is to be asked again: at once when it is the first, rested, one; else after a while."""
+        looked = time.monotonic() + SPARE_LOOK_S * random.uniform(0.8, 1.2)
+        while True:
+            turned = self._turned
+            until = health.resting_until if address == self._first else max(health.resting_until, looked)
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            try:
+                async with asyncio.timeout(left if math.isfinite(left) else None):
+                    await turned.wait()
+            except TimeoutError:
+                return
 
     def _charge(self, health: SourceHealth, error: SourceError) -> None:
         health.failed(error)
+        self._choose_first()
         if self.problems.get(health.address) is None or str(self.problems[health.address]) != str(error):
             log.warning("%s", error)
         self.problems[health.address] = error
+
+    def _blame(self, publication: Publication, source: Source, record: ShardRecord, error: SourceError) -> None:
+        """Report a relay that stamped or sent other bytes than the origin signed; without a key there is nobody to."""
+        proven = isinstance(error, LieError)
+        self._choose_first()
+        if self._report is None or not source.stamped_by or not (proven or error.code == ReasonCode.SHARD_MISMATCH):
+            return
+        mark, now = (source.stamped_by, proven), time.monotonic()
+        if now - self._reported.get(mark, -math.inf) < _REPORT_AGAIN_S:
+            return
+        self._reported[mark] = now
+        task = self._spawn(self._tell(publication, source, record, error))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, publication: Publication, source: Source, record: ShardRecord, error: SourceError) -> None:
+        """Put what both sides signed together; the origin's record may have to be fetched first."""
+        try:
+            async with asyncio.timeout(_EVIDENCE_DEADLINE_S):
+                while publication.shard_envelope(record.index) is None:
+                    await self.all_records(publication)
+        except TimeoutError:
+            log.warning("%s is not reported: the origin's record of the shard can't be had", source.address)
+            return
+        shard = publication.shard_envelope(record.index) or b""
+        stamp = error.stamp if isinstance(error, LieError) else b""
+        if self._report is not None:
+            self._report(RelayReport(source.stamped_by, stamp, shard, str(error)[:500]))
 
     async def _learn(self, source: Source, health: SourceHealth, frames: list[bytes], after: Key | None) -> Key:
         """Take one publication's frames from one source until its head came; returns its key."""
@@ -343,7 +380,8 @@ class Follower:
                 # The origin crashed and opened the step again: what was fetched of the old attempt is worthless.
                 self._drop(key)
             sink, resume = await self._make_sink(publication)
-            track = Track(publication, Download(publication, sink, resume))
+            blame = functools.partial(self._blame, publication)
+            track = Track(publication, Download(publication, sink, resume, blame))
             self._tracks[key] = track
             return track
 

@@ -38,7 +38,11 @@ SHARDS_IN_FLIGHT = 4
 """Shards asked for at once per download: 60 MB/s at 100 ms round trip needs about 6 MB in flight."""
 
 WATCHED_SOURCES = 3
-"""Sources whose news we follow at once. More costs requests per step; one would let it withhold news."""
+"""Sources whose news we follow at once. More costs requests; one would let it withhold news."""
+
+SPARE_LOOK_S = 2.0
+"""How often a source that isn't the first is asked for news. Longer lets the first one withhold news for longer;
+shorter costs every source a request for nothing that often."""
 
 HEAD_LIFETIME_MS = 3_600_000
 """How long a head is believed. The origin signs it again every third of this."""

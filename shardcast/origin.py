@@ -5,7 +5,7 @@ after shard, and, only when the whole file has the hash that `checkpoint.json` n
 the disk, sign the manifest and the head. A crash before that leaves a folder that does not count; the restarted
 origin opens a new publication id for the step. `published/` is the archive: nothing in it is ever removed.
 
-Not covered: deltas, and who may be a relay.
+Not covered: deltas, and the plan of who pulls from whom (the coordinator's passes carry it here).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from shardcast.layout import (
     shard_length,
 )
 from shardcast.limits import CHECKPOINT_POLL_S, HEAD_LIFETIME_MS, MAX_CHECKPOINT_JSON_BYTES, PIECE_BYTES
+from shardcast.passes import PassCheck
 from shardcast.publication import Key, Publication, manifest_for
 from shardcast.records import (
     CODEC_FULL,
@@ -120,9 +121,18 @@ class Origin:
     """Publishes one run directory."""
 
     def __init__(
-        self, run_dir: Path, *, identity: Identity, listen: str = "127.0.0.1:0", clock_ms: Clock = wall_clock_ms
+        self,
+        run_dir: Path,
+        *,
+        identity: Identity,
+        listen: str = "127.0.0.1:0",
+        clock_ms: Clock = wall_clock_ms,
+        open_to_all: bool = True,
     ) -> None:
         """Open the archive for writing.
+
+        Args:
+            open_to_all: serve whoever asks; otherwise only those whom the coordinator's passes send here.
 
         Raises:
             UsageError: another process publishes this run, or the key is not the run's origin key.
@@ -136,7 +146,12 @@ class Origin:
         self.store = Store(run_dir / "published", self.run, durable=True)
         self._sequences = Sequences(run_dir / "published" / "origin-sequences.json")
         self.server = WeightsServer(
-            self.store, identity=identity, sequences=self._sequences, listen=listen, clock_ms=clock_ms
+            self.store,
+            identity=identity,
+            sequences=self._sequences,
+            listen=listen,
+            clock_ms=clock_ms,
+            passes=None if open_to_all else PassCheck(self.run, identity.public, clock_ms),
         )
         self._checkpoints = str(run_dir / "checkpoints")
         self._looked_at: dict[str, tuple[int, int]] = {}
@@ -155,6 +170,7 @@ class Origin:
         while True:
             await self.publish_ready()
             self._refresh_head()
+            self.server.counters.newest = self.store.keys[-1] if self.store.keys else None
             await asyncio.sleep(CHECKPOINT_POLL_S)
 
     async def start(self) -> None:
@@ -270,7 +286,7 @@ class Origin:
                 publication.take(raw)
                 records.append(record)
                 if index + 1 < layout.shards:
-                    self.store.show_shard(feed, index, raw, length, length)
+                    self.store.show_shard(feed, record, raw)
             await whole
             manifest = manifest_for(opening, records)
             if checkpoint.root is not None and manifest.root != checkpoint.root:
@@ -284,7 +300,7 @@ class Origin:
             raise
         last = layout.shards - 1
         # The last shard, the manifest and the head become visible together: one answer instead of three.
-        self.store.show_shard(feed, last, publication.shard_envelopes()[last], records[last].wire_bytes, length)
+        self.store.show_shard(feed, records[last], publication.shard_envelopes()[last])
         self.store.show_finished(publication)
         log.info("published %s, root %s", publication_name(key), manifest.root.hex()[:16])
         return publication

@@ -7,7 +7,8 @@
     then    Head                 head                    this is the newest policy
 
 Run, signer, issue and expiry times are the envelope's. `Challenge` (kind `challenge`) is signed by whoever serves,
-with its own key, to prove that an address is its own.
+with its own key, to prove that an address is its own. `WeightsPass` and `PassShown` say who may pull from whom
+(`passes`); a relay's stamp is `protocol.records.RelayStamp`.
 
 `root = merkle root over BLAKE3(raw shard) leaves`, raw shards of 8 MiB of the canonical data (`layout`).
 """
@@ -19,7 +20,7 @@ from typing import Annotated
 
 from protocol.codec import Blob, record
 from protocol.limits import HASH_BYTES, KIB, MAX_ENVELOPE_BYTES
-from protocol.records import U8, U32, U64, Hash, Id
+from protocol.records import U8, U32, U64, Hash, Id, Key, Line
 from shardcast.limits import MAX_STATES_BYTES
 
 OPEN_KIND = "publication"
@@ -27,6 +28,9 @@ SHARD_KIND = "shard"
 MANIFEST_KIND = "publication.manifest"
 HEAD_KIND = "head"
 CHALLENGE_KIND = "challenge"
+PASS_KIND = "weights.pass"  # noqa: S105
+SHOWN_KIND = "weights.shown"
+STAMP_KIND = "relay.stamp"
 
 CODEC_FULL = 0
 """The wire bytes of a shard are its raw bytes. Codecs with a base root (deltas) take higher numbers."""
@@ -102,3 +106,22 @@ class Head:
 @dataclass(frozen=True)
 class Challenge:
     nonce: Id
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class WeightsPass:
+    """The coordinator lets the envelope's audience pull from one parent, until the envelope expires."""
+
+    parent: Key
+    """Who serves there: the origin, or the relay whose stamp the child must find on every shard."""
+    url: Line
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class PassShown:
+    """The pass's audience shows it to the parent (the audience of this envelope), now."""
+
+    admission: Hash
+    """BLAKE3 of the pass's envelope bytes."""

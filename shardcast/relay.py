@@ -1,27 +1,30 @@
 """A relay: follows the newest publication and serves each shard as soon as it is verified (cut-through).
 
 Its store has the archive's layout. Nothing in it is flushed to the disk, so everything found after a restart is
-hashed again before it is served. Old publications beyond `keep` are removed.
+hashed again before it is served. Old publications beyond `keep` are removed. Every shard goes out with this relay's
+stamp (`stamps`), and its own parents' stamps are checked the same way.
 
-Not covered: planning of the tree, and signing what is served (a relay is not blamed by strangers yet).
+Not covered: planning of the tree (`trainer.tree`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from protocol.errors import ProtocolError, UsageError
 from protocol.identity import Identity
 from protocol.limits import MAX_LAYOUT_BYTES
 from protocol.manifest import Run
+from protocol.records import RelayReport
 from protocol.sequences import Sequences
 from shardcast.download import Sink
 from shardcast.errors import SourceError, StoreError
 from shardcast.follower import Follower
 from shardcast.heads import SeenHeads
+from shardcast.passes import Parent, PassCheck, Presenter, parents_of
 from shardcast.publication import Publication
 from shardcast.records import ShardRecord
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
@@ -58,7 +61,7 @@ class StoreSink:
     def verified(self, record: ShardRecord) -> None:
         self._aside(record.index).replace(self._store.shard_path(self._feed.key, record.index))
         envelope = self.publication.shard_envelope(record.index)
-        self._store.show_shard(self._feed, record.index, envelope, record.wire_bytes, record.raw_bytes)
+        self._store.show_shard(self._feed, record, envelope)
 
     def abandon(self) -> None:
         self._store.abandon(self._feed.key)
@@ -71,10 +74,12 @@ class StoreSink:
 class RelayServer:
     """Pulls from `sources` and serves what it verified."""
 
+    serving: type[WeightsServer] = WeightsServer
+
     def __init__(
         self,
         run: Run,
-        sources: list[str] | Callable[[], list[str]],
+        sources: Sequence[str | Parent] | Callable[[], Sequence[str | Parent]],
         listen: str,
         store: Path,
         identity: Identity,
@@ -82,11 +87,15 @@ class RelayServer:
         sequences: Sequences | None = None,
         keep: int = 8,
         clock_ms: Clock = wall_clock_ms,
+        passes: bool = False,
+        report: Callable[[RelayReport], None] | None = None,
     ) -> None:
         """Open the store.
 
         Args:
-            sources: URLs of parents, best first; a callable is read again every second.
+            sources: parents or their URLs, best first; a callable is read again every second.
+            passes: serve only children that show a pass of the run's coordinator.
+            report: told of a parent that sent wrong bytes; must not block.
             keep: finished publications kept; older ones are removed.
             sequences: those of `identity`, when its owner signs other things too.
 
@@ -101,12 +110,15 @@ class RelayServer:
         self._given = sources
         self._seen = SeenHeads(store)
         self.store = Store(store, run, durable=False)
-        self.server = WeightsServer(
+        sequences = sequences or Sequences(store / "relay-sequences.json")
+        self.server = self.serving(
             self.store,
             identity=identity,
-            sequences=sequences or Sequences(store / "relay-sequences.json"),
+            sequences=sequences,
             listen=listen,
             clock_ms=clock_ms,
+            passes=PassCheck(run, identity.public, clock_ms) if passes else None,
+            stamped=True,
         )
         self._follower = Follower(
             run,
@@ -116,6 +128,8 @@ class RelayServer:
             make_sink=self._make_sink,
             on_whole=self._on_whole,
             on_head=self.store.set_head,
+            presenter=Presenter(run.id, identity, sequences, clock_ms),
+            report=report,
         )
         self._has_blobs = False
 
@@ -165,9 +179,19 @@ class RelayServer:
         await self.server.close()
         self.store.close()
 
-    def _sources(self) -> list[str]:
-        given = self._given() if callable(self._given) else self._given
-        return [address for address in given if address != self.server.url]
+    def _sources(self) -> list[Parent]:
+        given = parents_of(self._given() if callable(self._given) else self._given)
+        self._count()  # once a second is often enough
+        return [parent for parent in given if parent.url != self.server.url]
+
+    def _count(self) -> None:
+        held, heard = self.store.keys[-1:], self._seen.highest
+        counters = self.server.counters
+        counters.newest = held[0] if held else None
+        if heard is not None and (not held or heard > held[0]):
+            counters.lag = heard[1] - held[0][1] if held and heard[0] == held[0][0] else heard[1] + 1
+        else:
+            counters.lag = 0
 
     async def _make_sink(self, publication: Publication) -> tuple[Sink, bool]:
         await self._fetch_blobs()

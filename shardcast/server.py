@@ -7,9 +7,11 @@
     GET /v1/{run}/p/{E}-{S}/shard/{I}           bytes of a shard that was verified here
     GET /v1/{run}/blob/{HASH}                   layout or model file
     GET /v1/{run}/challenge?nonce=HEX           `challenge` envelope signed with this process's identity
+    GET /v1/{run}/stats                         JSON: bytes sent, children, lag, stamps; for people, not evidence
 
 Security: everything is read-only; all path parts are integers or hashes; a connection without a whole request
-header is closed after 10 s, a receiver below 16 KiB/s is cut, connections are capped in total and per address.
+header is closed after 10 s, a receiver below 16 KiB/s is cut, connections are capped in total and per address. With a
+`PassCheck`, only children that show a pass for this server get more than a head, a challenge or stats.
 
 Not covered: TLS (weights of public runs are public, and everything is signed above the transport).
 """
@@ -31,15 +33,18 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.web_protocol import RequestHandler
 
 from protocol.envelope import seal
-from protocol.errors import ProtocolError, ReasonCode, UsageError
+from protocol.errors import EnvelopeError, ProtocolError, ReasonCode, UsageError
 from protocol.identity import Identity
 from protocol.limits import HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
 from protocol.sequences import Sequences
 from shardcast.heads import replace_file
 from shardcast.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, MAX_FEED_BYTES, MAX_WAIT_MS
+from shardcast.passes import MAX_SHOWN_CHARS, PASS_HEADER, PassCheck
 from shardcast.publication import Key, pack_frames
-from shardcast.records import CHALLENGE_KIND, Challenge
-from shardcast.store import Counters, Feed, Store
+from shardcast.records import CHALLENGE_KIND, Challenge, ShardRecord
+from shardcast.stamps import STAMP_HEADER, make_stamp
+from shardcast.stats import Counters
+from shardcast.store import Feed, Store
 
 log = logging.getLogger("shardcast.server")
 
@@ -75,8 +80,8 @@ class _RefusedError(Exception):
 class TimedFile(web.FileResponse):
     """A file whose receiver must keep to the minimum rate."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        super().__init__(path, headers=_BINARY)
+    def __init__(self, path: Path, size: int, headers: dict[str, str] = _BINARY) -> None:
+        super().__init__(path, headers=headers)
         self._limit_s = HEADER_DEADLINE_S + size / MINIMUM_RATE_BYTES_S
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
@@ -146,7 +151,16 @@ class WeightsServer:
         sequences: Sequences,
         listen: str,
         clock_ms: Clock = wall_clock_ms,
+        passes: PassCheck | None = None,
+        stamped: bool = False,
     ) -> None:
+        """
+        Args:
+            passes: whom to serve; None serves everybody.
+            stamped: sign which bytes are sent, as relays do.
+        """
+        self._passes = passes
+        self._stamped = stamped
         self._store = store
         self._identity = identity
         self._sequences = sequences
@@ -216,10 +230,16 @@ class WeightsServer:
             raise _RefusedError(404, ReasonCode.WRONG_RUN, "another run is served here")
         parts = path[len(self._prefix) :].split("/")
         match parts:
-            case ["news"]:
-                return await self._news(request)
             case ["head"]:
                 return await self._head(request)
+            case ["challenge"]:
+                return self._challenge(request)
+            case ["stats"]:
+                return web.json_response(self.counters.table())
+        self._admit(request)
+        match parts:
+            case ["news"]:
+                return await self._news(request)
             case ["p", place, "records"]:
                 return await self._records(request, self._feed(place))
             case ["p", place, "open"]:
@@ -233,9 +253,20 @@ class WeightsServer:
                 return self._shard(self._feed(place), index)
             case ["blob", name]:
                 return self._blob(name)
-            case ["challenge"]:
-                return self._challenge(request)
         raise _RefusedError(404, ReasonCode.MALFORMED, "no such resource")
+
+    def _admit(self, request: web.BaseRequest) -> None:
+        """Count a child in, or refuse it."""
+        address = request.remote or ""
+        if self._passes is None:
+            self.counters.child(address)
+            return
+        try:
+            header = request.headers.get(PASS_HEADER, "")
+            self.counters.child(self._passes.child(header[:MAX_SHOWN_CHARS], address))
+        except EnvelopeError as exc:
+            self.counters.refused += 1
+            raise _RefusedError(403, exc.code, str(exc)) from exc
 
     def _feed(self, place: str) -> Feed:
         match = _PLACE.fullmatch(place)
@@ -289,9 +320,29 @@ class WeightsServer:
     def _shard(self, feed: Feed, index_text: str) -> web.StreamResponse:
         if not (index_text.isdecimal() and len(index_text) <= 7) or int(index_text) not in feed.shards:
             raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this shard is not here, or not yet")
-        index = int(index_text)
-        self.counters.sent(feed.shards[index], feed.raw_bytes[index])
-        return TimedFile(self._store.shard_path(feed.key, index), feed.shards[index])
+        record = feed.shards[int(index_text)]
+        self.counters.sent(record.wire_bytes, record.raw_bytes)
+        return self.shard(feed, record)
+
+    def shard(self, feed: Feed, record: ShardRecord) -> web.StreamResponse:
+        """The answer that carries one shard."""
+        headers = _BINARY
+        if self._stamped:
+            headers = {**_BINARY, STAMP_HEADER: self._stamp(feed, record)}
+        return TimedFile(self._store.shard_path(feed.key, record.index), record.wire_bytes, headers)
+
+    def _stamp(self, feed: Feed, record: ShardRecord) -> str:
+        """Our signature on what this shard's bytes are: made once."""
+        if record.index not in feed.stamps:
+            feed.stamps[record.index] = self.sign(record.publication, record.index, record.wire_hash)
+            self.counters.stamps += 1
+        return feed.stamps[record.index]
+
+    def sign(self, publication: bytes, index: int, wire_hash: bytes) -> str:
+        """A stamp, as it travels."""
+        return make_stamp(
+            self._identity, self._sequences, self._store.run.id, self._clock_ms(), publication, index, wire_hash
+        )
 
     def _blob(self, name: str) -> web.StreamResponse:
         if not re.fullmatch(r"[0-9a-f]{64}", name):

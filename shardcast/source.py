@@ -2,14 +2,16 @@
 
 Every failure is a `SourceError` that names the address and a reason code: unreachable, too slow, oversize,
 truncated, wrong hash, a refusal. `SourceHealth` remembers how a source behaved; `choose` picks between two.
+A source whose key the run's plan names (`passes.Parent`) is shown our pass, and must stamp its shards (`stamps`).
 
-Not covered: signatures (`publication`) and which source to ask for what (`download`, `follower`).
+Not covered: the origin's signatures (`publication`) and which source to ask for what (`download`, `follower`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,7 +22,7 @@ from blake3 import blake3
 
 from protocol.errors import DecodeError, ReasonCode
 from protocol.limits import KIB, MAX_ENVELOPE_BYTES, MINIMUM_RATE_BYTES_S
-from shardcast.errors import SourceError, StoreError
+from shardcast.errors import LieError, SourceError, StoreError
 from shardcast.limits import (
     ANSWER_DEADLINE_S,
     CONNECT_DEADLINE_S,
@@ -28,8 +30,10 @@ from shardcast.limits import (
     PIECE_BYTES,
     STALL_S,
 )
+from shardcast.passes import PASS_HEADER, Parent, Presenter
 from shardcast.publication import Key, split_frames
 from shardcast.records import ShardRecord
+from shardcast.stamps import STAMP_HEADER, check_stamp
 
 _MAX_PENALTY_S = 30.0
 _MAX_ABSENCE_S = 5.0
@@ -63,6 +67,8 @@ class SourceHealth:
     resting_until: float = 0.0
     """Monotonic time before which it is not asked again."""
     last_error: SourceError | None = None
+    lied: bool = False
+    """It validly signed a wrong hash: it is never asked again."""
 
     def worked(self, bytes_received: int, seconds: float) -> None:
         self.failures = 0
@@ -73,7 +79,10 @@ class SourceHealth:
         """Rest for a time that doubles with each failure in a row: up to 5 s when it could not answer, up to 30 s
         when what it sent was wrong. Not having something is no failure."""
         self.last_error = error
-        if error.code == ReasonCode.RECORD_MISSING:
+        self.lied = self.lied or isinstance(error, LieError)
+        if self.lied:
+            penalty = math.inf
+        elif error.code == ReasonCode.RECORD_MISSING:
             penalty = _FIRST_PENALTY_S
         else:
             self.failures += 1
@@ -97,12 +106,29 @@ def choose(candidates: Sequence[SourceHealth]) -> SourceHealth:
 
 
 class Source:
-    """Requests to one address for one run."""
+    """Requests to one address for one run.
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, run: bytes) -> None:
+    Attributes:
+        parent: who answers there, with our pass for it; replaced as passes are renewed.
+        stamped_by: the key that must have stamped each shard; empty for the origin, and where none is known.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        parent: Parent | str,
+        run: bytes,
+        *,
+        stamped_by: bytes = b"",
+        presenter: Presenter | None = None,
+    ) -> None:
+        self.parent = Parent(parent) if isinstance(parent, str) else parent
+        self.address = self.parent.url
+        self.stamped_by = stamped_by
+        self._run = run
         self._session = session
-        self.address = address
-        self._base = f"{address.rstrip('/')}/v1/{run.hex()}"
+        self._presenter = presenter
+        self._base = f"{self.address.rstrip('/')}/v1/{run.hex()}"
 
     async def news(self, after: Key | None, wait_ms: int) -> list[bytes]:
         """Frames of the newest publication after `after`; empty when there was none within the wait."""
@@ -116,6 +142,15 @@ class Source:
     async def head(self) -> bytes | None:
         """The newest head's envelope, unverified; None when the source has none."""
         return await self._small("head?wait=0", MAX_ENVELOPE_BYTES, 0) or None
+
+    async def stats(self) -> dict[str, int]:
+        """What the server says of itself: numbers by name. Empty when it says nothing we understand."""
+        try:
+            table = json.loads(await self._small("stats", 4 * KIB, 0))
+        except (ValueError, RecursionError):
+            return {}
+        items = table.items() if isinstance(table, dict) else ()
+        return {str(name)[:32]: value for name, value in items if type(value) is int}
 
     async def challenge(self, nonce: bytes) -> bytes:
         """The `challenge` envelope over a 16-byte nonce, unverified."""
@@ -134,13 +169,16 @@ class Source:
         The bytes given to `write` are verified only once this returns.
 
         Raises:
-            SourceError: refused, too slow, cut short, too long, or with another hash.
+            SourceError: refused, too slow, cut short, too long, not stamped, or with another hash.
+            LieError: the relay's stamp is over other bytes than the origin signed.
         """
         path = f"p/{key[0]}-{key[1]}/shard/{record.index}"
         seconds = ANSWER_DEADLINE_S + record.wire_bytes / MINIMUM_RATE_BYTES_S
         hasher = blake3()
         got = 0
         async with self._get(path, silence_s=STALL_S, total_s=seconds) as response:
+            if self.stamped_by:
+                check_stamp(response.headers.get(STAMP_HEADER), self._run, self.stamped_by, record, self.address)
             length = response.content_length
             if length != record.wire_bytes:
                 code = (
@@ -197,9 +235,14 @@ class Source:
     async def _get(self, path: str, *, silence_s: float, total_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
         """One GET with deadlines: to connect, while nothing arrives, and in all."""
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_DEADLINE_S, sock_read=silence_s)
+        shown = self._presenter.header(self.parent) if self._presenter is not None else ""
         try:
             async with self._session.get(
-                f"{self._base}/{path}", timeout=timeout, allow_redirects=False, proxy=None
+                f"{self._base}/{path}",
+                timeout=timeout,
+                allow_redirects=False,
+                proxy=None,
+                headers={PASS_HEADER: shown} if shown else None,
             ) as response:
                 if response.headers.get("Content-Encoding", "identity") != "identity":
                     raise SourceError(self.address, f"{path}: an encoding nobody asked for", ReasonCode.MALFORMED)
@@ -218,8 +261,10 @@ class Source:
         text = await response.content.read(1024)
         try:
             table = json.loads(text)
-            message = str(table["message"])[:200] if isinstance(table, dict) else ""
+            message = str(table["message"])[:500] if isinstance(table, dict) else ""
         except (ValueError, KeyError, RecursionError):
             message = ""
-        code = ReasonCode.RECORD_MISSING if response.status == 404 else ReasonCode.UNREACHABLE
+        code = {404: ReasonCode.RECORD_MISSING, 403: ReasonCode.NOT_GRANTED}.get(
+            response.status, ReasonCode.UNREACHABLE
+        )
         return SourceError(self.address, f"{path}: answered {response.status} {message!r}", code)

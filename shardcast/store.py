@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -34,7 +33,7 @@ from shardcast.errors import StoreError
 from shardcast.heads import parse_publication_name, publication_name, replace_file
 from shardcast.limits import MAX_STATE_HASHES, PIECE_BYTES, WIRE_SLACK_BYTES
 from shardcast.publication import Key, Publication, pack_frames, split_frames
-from shardcast.records import Head
+from shardcast.records import Head, ShardRecord
 
 _FEEDS_IN_MEMORY = 16
 """Publications whose frames are kept parsed; older ones are read again when somebody asks."""
@@ -111,9 +110,10 @@ class Feed:
     def __init__(self, key: Key) -> None:
         self.key = key
         self.frames: list[bytes] = []
-        self.shards: dict[int, int] = {}
-        """Verified shards: index -> wire bytes."""
-        self.raw_bytes: dict[int, int] = {}
+        self.shards: dict[int, ShardRecord] = {}
+        """The records of the shards verified here."""
+        self.stamps: dict[int, str] = {}
+        """A relay's stamps, made when a shard is first asked for."""
         self.complete = False
         self.gone = False
 
@@ -223,12 +223,11 @@ class Store:
     def shard_path(self, key: Key, index: int) -> Path:
         return self.folder(key) / shard_name(index)
 
-    def show_shard(self, feed: Feed, index: int, record_raw: bytes | None, wire_bytes: int, raw_bytes: int) -> None:
+    def show_shard(self, feed: Feed, record: ShardRecord, record_raw: bytes | None) -> None:
         """A shard's bytes are verified and in place: children may have them."""
         if feed.gone:
             return
-        feed.shards[index] = wire_bytes
-        feed.raw_bytes[index] = raw_bytes
+        feed.shards[record.index] = record
         if record_raw is not None:
             feed.frames.append(record_raw)
         self.notify()
@@ -307,8 +306,7 @@ class Store:
         for index in range(publication.shards):
             record = publication.expect(index)
             if record is not None:
-                feed.shards[index] = record.wire_bytes
-                feed.raw_bytes[index] = record.raw_bytes
+                feed.shards[index] = record
         feed.complete = True
         self._feeds[key] = feed
         self._trim()
@@ -383,34 +381,3 @@ def verify_shards(folder: Path, publication: Publication) -> list[int]:
         if not good:
             wrong.append(index)
     return wrong
-
-
-class Counters:
-    """Bytes sent by this process's store, kept in `stats.json` at most once a second."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "stats.json"
-        self.bytes_sent = 0
-        """Body bytes of shards really sent."""
-        self.bytes_full = 0
-        """Raw bytes that full checkpoints would have cost the same receivers."""
-        self.shards_sent = 0
-        self._written: tuple[int, int] = (0, 0)
-        if self._path.exists():
-            try:
-                stored = json.loads(self._path.read_text())
-                self.bytes_sent, self.bytes_full = int(stored["bytes_sent"]), int(stored["bytes_full"])
-            except (ValueError, KeyError, TypeError) as exc:
-                raise StoreError(f"{self._path} is damaged; delete it, only byte counts are lost") from exc
-            self._written = (self.bytes_sent, self.bytes_full)
-
-    def sent(self, wire_bytes: int, raw_bytes: int) -> None:
-        self.bytes_sent += wire_bytes
-        self.bytes_full += raw_bytes
-        self.shards_sent += 1
-
-    def save(self) -> None:
-        if self._written != (self.bytes_sent, self.bytes_full):
-            data = {"bytes_sent": self.bytes_sent, "bytes_full": self.bytes_full}
-            replace_file(self._path, json.dumps(data).encode())
-            self._written = (self.bytes_sent, self.bytes_full)
