@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from protocol.control import Member
-from protocol.draws import keyed
 from protocol.envelope import open_envelope, parse
 from protocol.errors import DecodeError, ProtocolError, ReasonCode, TransportError
 from protocol.limits import KIB, PROTOCOL_VERSION
@@ -30,6 +29,7 @@ from shardcast.records import CHALLENGE_KIND, Challenge
 from trainer.book import Book
 from trainer.config import RunConfig
 from trainer.news import News
+from trainer.parents import Parents, Seen
 
 REPROVE_S = 600.0
 RETRY_S = 2.0
@@ -49,6 +49,8 @@ class Session:
     step: int = 0
     activity: str = ""
     done: int = 0
+    lag: int = 0
+    """Steps it was behind the newest policy when it last said what it holds."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Proof:
     """One relay address: when it last answered with the relay's key, and when to ask again."""
 
     next_probe: float = 0.0
+    since: float = 0.0
+    """When the relay announced it."""
     proven: bool = False
     failure: str = ""
 
@@ -70,12 +74,22 @@ class Members:
     monotonic: Callable[[], float] = time.monotonic
     sessions: dict[bytes, Session] = field(default_factory=dict)
     proofs: dict[tuple[bytes, str], Proof] = field(default_factory=dict)
+    distrusted: Callable[[], set[bytes]] = field(default=set)
+    """Relays left out of the plan without proof; `trainer.reports` knows."""
+    parents: Parents = field(init=False)
     started: float = field(init=False)
     _tokens: float = MAX_NEW_JOINS
     _refilled: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.started = self._refilled = self.monotonic()
+        self.parents = Parents(
+            self.book,
+            self.config,
+            self._seen,
+            lambda: self.distrusted(),
+            lambda: self.monotonic() - self.started,
+        )
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -110,21 +124,22 @@ class Members:
         return [key for key in admitted if self.live(key)]
 
     def weights(self, node: NodeState) -> tuple[str, ...]:
-        """URLs `node` pulls weights from, best first; every node gets the relays in another order.
+        """URLs `node` pulls weights from, best first."""
+        return tuple(place.url for place in self.parents.places(node))
 
-        Relays pull from the origin. So does everybody in a run that has no relays; the operator's own validators
-        also know the origin as their last resort.
-        """
-        origin = f"http://{self.config.origin.listen}"
-        if node.role == "relay" or not self.config.grants.relays:
-            return (origin,)
-        proven = [
-            (keyed(self.book.secret, "relay", node.key, key), url)
-            for (key, url), proof in self.proofs.items()
-            if proof.proven and self.live(key)
-        ]
-        urls = tuple(url for _, url in sorted(proven))[:15]
-        return (*urls, origin) if node.role == "validator" else urls
+    def passes(self, node: NodeState) -> tuple[bytes, ...]:
+        """Its passes for those, in the same order."""
+        return self.parents.passes(node, self.parents.places(node))
+
+    def _seen(self, relay: bytes) -> Seen:
+        """What the plan needs to know of one relay."""
+        proofs = [(url, proof) for (key, url), proof in self.proofs.items() if key == relay]
+        session = self.sessions.get(relay)
+        if not proofs or session is None:
+            return Seen()
+        age = self.monotonic() - max(proof.since for _, proof in proofs)
+        proven = next((url for url, proof in proofs if proof.proven), "") if self.live(relay) else ""
+        return Seen(proven, age, session.lag)
 
     # --- answering ------------------------------------------------------------------------------------------------
 
@@ -155,6 +170,7 @@ class Members:
             ingress=self.book.run.manifest.ingress[0],
             heartbeat_ms=self.book.run.manifest.leases.heartbeat_ms,
             message=self._welcome(node),
+            passes=self.passes(node),
         )
 
     async def heartbeat(self, member: Member, beat: Heartbeat, attachment: bytes) -> HeartbeatReply:
@@ -164,6 +180,7 @@ class Members:
         session = self.sessions[node.key]
         session.step, session.activity, session.done = beat.step, beat.activity[:64], beat.done
         newest = self.book.state.newest_policy
+        session.lag = 0 if newest is None else max(0, newest.step - beat.step)
         return HeartbeatReply(
             time=self.book.now_ms(),
             state=node.state,
@@ -173,6 +190,7 @@ class Members:
             accepted=node.accepted,
             rejected=node.rejected,
             reason=node.reason if node.state in ("paused", "suspended") else "",
+            passes=self.passes(node),
         )
 
     def _check_join(self, member: Member, request: JoinRequest) -> None:
@@ -225,7 +243,7 @@ class Members:
         for known in [pair for pair in self.proofs if pair[0] == key and pair[1] not in addresses]:
             del self.proofs[known]
         for url in addresses:
-            self.proofs.setdefault((key, url), Proof()).next_probe = 0.0
+            self.proofs.setdefault((key, url), Proof(since=self.monotonic())).next_probe = 0.0
 
     async def prove_forever(self) -> None:
         """Ask each relay address for a signed challenge, again and again. Runs as long as the coordinator."""

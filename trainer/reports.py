@@ -1,0 +1,128 @@
+"""Reports about relays that sent wrong bytes: proof goes into the ledger, suspicion only into the plan.
+
+    stamp + origin's record, both valid, different bytes   `relay.accused` entry: the fold suspends the relay for good
+    no stamp (right stamp, wrong bytes)                    counted by network; from three networks the relay is left
+                                                           out of the plan for an hour, and nothing is written
+
+A proof is one no matter who brings it, so it needs no second opinion; a report without proof could be a lie about an
+honest relay, so it takes members of three networks, and costs only an hour.
+
+Not covered: what a stamp is (`shardcast.stamps`), and what the fold makes of the entry (`protocol.state`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.control import Member
+from protocol.envelope import open_envelope
+from protocol.errors import ProtocolError, ReasonCode
+from protocol.evidence import SHARD_KIND, check_relay_lie
+from protocol.records import Ack, RelayReport
+from trainer.book import Book
+from trainer.members import Members
+from trainer.news import News
+
+NETWORKS = 3
+"""Networks that must complain before a relay without proof against it is left out. Fewer lets one person do it."""
+
+LEFT_OUT_S = 3600.0
+MEMORY_S = 3600.0
+"""How long a complaint counts."""
+
+MAX_REPORTS = 32
+"""Reports one member may send an hour. Each costs two signature checks and maybe a ledger entry."""
+
+_MAX_SENDERS = 10_000
+
+
+@dataclass
+class Reports:
+    """Receives `relay.report`.
+
+    Args:
+        address_of: the network address a member was last seen at over HTTP; None when there is none.
+    """
+
+    book: Book
+    members: Members
+    news: News
+    address_of: Callable[[bytes], str | None]
+    monotonic: Callable[[], float] = time.monotonic
+    _complaints: dict[bytes, dict[str, float]] = field(default_factory=dict)
+    """Relay -> network -> when."""
+    _left_out: dict[bytes, float] = field(default_factory=dict)
+    _sent: dict[bytes, list[float]] = field(default_factory=dict)
+
+    def distrusted(self) -> set[bytes]:
+        """Relays left out of the plan now, without proof."""
+        now = self.monotonic()
+        return {key for key, until in self._left_out.items() if until > now}
+
+    async def report(self, member: Member, report: RelayReport, attachment: bytes) -> Ack:
+        """Take in one report.
+
+        Raises:
+            ProtocolError: from nobody we know, about nobody we know, too many, or its proof does not hold.
+        """
+        reporter = self.members.require(member)
+        self._spend(reporter.key)
+        relay = self.book.state.nodes.get(report.relay)
+        if relay is None or relay.role != "relay":
+            raise ProtocolError("the report is about no relay of this run", ReasonCode.MALFORMED)
+        if relay.state == "suspended":
+            return Ack("this relay is suspended already")
+        assert self.book.state.chain is not None
+        origins = self.book.state.chain.keys("origin")
+        if not report.stamp:
+            shard = open_envelope(report.shard, run=self.book.run.id, kind=SHARD_KIND)
+            if shard.signer not in origins:
+                raise ProtocolError("the shard record is not the origin's", ReasonCode.BAD_SIGNATURE)
+            return self._complain(reporter.key, relay.key, relay.name)
+        check_relay_lie(report, self.book.run.id, origins)
+        self.book.append("relay.accused", subject=member.envelope.raw)
+        await self.book.commit()
+        self.news.say(
+            f"{relay.name} is suspended: {reporter.name or 'a member'} got a shard from it with a signature over other "
+            "bytes than the origin's"
+        )
+        return Ack("the relay is suspended")
+
+    def _spend(self, key: bytes) -> None:
+        now = self.monotonic()
+        recent = [at for at in self._sent.get(key, []) if now - at < MEMORY_S]
+        if len(recent) >= MAX_REPORTS:
+            raise ProtocolError(f"{MAX_REPORTS} reports an hour are enough; wait", ReasonCode.QUOTA)
+        if len(self._sent) >= _MAX_SENDERS and key not in self._sent:
+            self._sent.clear()
+        self._sent[key] = [*recent, now]
+
+    def _complain(self, reporter: bytes, relay: bytes, name: str) -> Ack:
+        """Count a report without proof by the network it comes from."""
+        network, now = network_of(self.address_of(reporter)), self.monotonic()
+        if network is None:
+            return Ack("noted; it does not count, since this member's network is not known")
+        complaints = {where: at for where, at in self._complaints.get(relay, {}).items() if now - at < MEMORY_S}
+        complaints[network] = now
+        self._complaints[relay] = dict(sorted(complaints.items(), key=lambda item: -item[1])[:64])
+        if len(complaints) >= NETWORKS and relay not in self.distrusted():
+            self._left_out[relay] = now + LEFT_OUT_S
+            self.news.say(
+                f"{name} is left out for an hour: members of {len(complaints)} networks got wrong bytes from it. There "
+                "is no proof; its operator should check that machine's disk and memory"
+            )
+            self.book.changes.notify()
+        return Ack("noted")
+
+
+def network_of(address: str | None) -> str | None:
+    """The network an address counts for: its first 16 bits (IPv4) or 32 bits (IPv6), of which one person rarely has
+    three. None for no address."""
+    try:
+        found = ipaddress.ip_address(address or "")
+    except ValueError:
+        return None
+    return str(ipaddress.ip_network((found, 16 if found.version == 4 else 32), strict=False))
