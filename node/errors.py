@@ -3,6 +3,8 @@
     HeadwaterError
     ├── UsageError                 (protocol) the person who typed the command must change something: exit 2
     └── NodeError                  this node can't go on: exit 1
+        ├── HeadsConflictError     the coordinator signed two ledgers; the evidence is on disk
+        ├── KeyRevokedError        the run's root took this key's rights away: exit 2, nothing changes by asking again
         └── LeavingError           not a fault: the node has nothing more to do here
             ├── RunFinishedError      exit 0
             ├── SuspendedError        exit 0, after saying why
@@ -20,6 +22,19 @@ class NodeError(HeadwaterError):
     """This node can't go on; the message says who must act."""
 
     exit_code = 1
+
+
+class HeadsConflictError(NodeError):
+    """Two signed heads of one size with different roots: the run has two histories."""
+
+    code = ReasonCode.HEADS_CONFLICT
+
+
+class KeyRevokedError(NodeError):
+    """The run's manifest chain revokes this node's own key."""
+
+    code = ReasonCode.KEY_REVOKED
+    exit_code = 2
 
 
 class LeavingError(NodeError):

@@ -2,10 +2,12 @@
 
     HOME/identity.pem  transport.pem        keys, mode 0600
     HOME/lock                               held by the running process
-    HOME/runs/<run id hex>/sequences.json   envelope numbers, never repeated
+    HOME/runs/<run id hex>/manifest.hw      the run's genesis manifest; updates.hw: the links of its chain since
+                           sequences.json   envelope numbers, never repeated
                            submissions/     finished leases without a receipt yet; refused/ holds what was turned down
                            receipts/        the coordinator's promises
                            weights/         verified policies; relay/ holds what a relay serves
+                           head.hw          the newest signed promise about the ledger; conflict/: two that don't fit
                            status.json      what the running process is doing, for `node status`
 
 Not covered: backing it up. A lost identity is a new probation; everything else can be rebuilt.

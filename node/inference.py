@@ -23,10 +23,11 @@ from node.errors import LeavingError, NodeError, UpgradeRequiredError
 from node.log import EventLog
 from node.member import Member
 from node.upload import Uploader, UploadRefusedError, compress, settle
+from node.worker import Worker
 from protocol.engine import EngineInfo, GenerateItem, GenerateOutput, GenerateRequest
-from protocol.envelope import open_envelope
 from protocol.errors import EngineError, HeadwaterError, ProtocolError, ReasonCode
 from protocol.limits import MAX_ROLLOUTS_PER_LEASE
+from protocol.manifest import Run
 from protocol.records import FINISH_EOS, Ack, Lease, LeaseFailed, LeaseReply, LeaseRequest, Rollout, Submission
 from protocol.seeds import sampling_seed
 from shardcast.puller import Policy, Puller
@@ -43,22 +44,33 @@ WEIGHTS_PATIENCE_S = 30.0
 FETCH_DEADLINE_S = 300.0
 DRAIN_S = 5.0
 
+GIVE_BACK_S = 0.7
+"""When the owner stops this node, the coordinator gets this long to take the lease back."""
+
 
 @dataclass(frozen=True)
 class Work:
-    """A lease that is ours until `deadline` (monotonic seconds)."""
+    """A lease that is ours until `deadline` (monotonic seconds), under the rules it names."""
 
     lease: Lease
+    run: Run
+    """As of the manifest the lease names: its sampling settings hold."""
     environment: Environment
     deadline: float
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.lease.tasks) * self.lease.samples
 
     @property
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
 
 
-class InferenceNode:
+class InferenceNode(Worker[Work]):
     """One engine's work for one run."""
+
+    noun = "lease"
 
     def __init__(
         self,
@@ -70,54 +82,59 @@ class InferenceNode:
         environments: dict[bytes, Environment],
         log: EventLog,
     ) -> None:
-        self._member = member
+        super().__init__(member, log)
         self._engine = engine
         self._puller = puller
         self._uploader = uploader
         self._environments = environments
-        self._log = log
         self._info: EngineInfo | None = None
-        self._tokenizer: tuple[bytes, tokenizers.Tokenizer] | None = None
+        self._tokenizer: tokenizers.Tokenizer | None = None
         self._uploads: set[asyncio.Task[None]] = set()
         self._sending: set[bytes] = set()
-        self._last_lease = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._open: Lease | None = None
+        self._received = 0.0
+        self._told = ""
+        self._left_lease = ""
 
     async def run(self, info: EngineInfo) -> None:
         """Work until cancelled. Raises LeavingError when the coordinator ends it."""
         self._info = info
         self._send_what_was_left()
         await self._first_policy()
-        while not self._last_lease:
-            work = await self._next_work()
-            self._idle.clear()
-            try:
-                await self._do(work)
-            finally:
-                self._idle.set()
-        await asyncio.Event().wait()  # the supervisor winds down and ends us
+        await self.work()
 
     async def wind_down(self, leaving: LeavingError) -> None:
         """Finish what is worth finishing: an upgrade waits for the lease in work, uploads get five seconds."""
-        self._last_lease = True
-        if isinstance(leaving, UpgradeRequiredError) and not self._idle.is_set():
-            limit = self._member.run.manifest.leases.lease_ms / 1000
-            try:
-                async with asyncio.timeout(limit):
-                    await self._idle.wait()
-            except TimeoutError:
-                self._log.event("lease.abandoned", reason=f"not finished within {limit:.0f} s of the upgrade notice")
+        limit = self._member.run.manifest.leases.lease_ms / 1000 if isinstance(leaving, UpgradeRequiredError) else 0.0
+        if limit and self.busy:
+            self._log.say("finishing the lease in work first")
+        if not await self.finish(limit) and limit:
+            self._log.event("lease.abandoned", reason=f"not finished within {limit:.0f} s of the upgrade notice")
         await settle(self._uploads, DRAIN_S)
 
     async def abandon(self, reason: str) -> None:
         """Hand the open lease back, if there is one and the coordinator can be reached at once."""
+        self._last = True
         lease, self._open = self._open, None
         if lease is not None:
-            await self._member.control.call(
-                "lease.failed", LeaseFailed(lease_id=lease.lease_id, reason=reason), Ack, deadline_s=0.7
+            self._left_lease = (
+                "the lease in work could not be handed back; the coordinator gives it away when it expires"
             )
+            report = LeaseFailed(lease_id=lease.lease_id, reason=reason)
+            await self._member.control.call("lease.failed", report, Ack, deadline_s=GIVE_BACK_S)
+            self._left_lease = "the lease in work was handed back: another node does it again"
+            self._log.event("lease.given-back", lease=lease.lease_id, step=lease.step, reason=reason)
+
+    def summary(self) -> list[str]:
+        """What was done and what is left, for the person, when this node ends."""
+        member, waiting = self._member, len(self._uploader.outbox.waiting())
+        done = f"{member.done} rollouts done; in this run {member.accepted} accepted, {member.rejected} rejected so far"
+        lines = [done]
+        if self._left_lease:
+            lines.append(self._left_lease)
+        if waiting:
+            lines.append(f"{waiting} finished leases wait on disk and are sent when this node comes back")
+        return lines
 
     # --- getting work ---------------------------------------------------------------------------------------------
 
@@ -133,9 +150,10 @@ class InferenceNode:
             try:
                 policy = await self._puller.wait_newer(None, WEIGHTS_PATIENCE_S)
             except ProtocolError as exc:
-                sources = ", ".join(self._member.sources()) or "none announced yet"
-                self._log.event("weights.waiting", sources=self._member.sources(), reason=str(exc))
-                self._log.say(f"no weights yet from the run's relays ({sources}); trying on")
+                sources = self._member.weights
+                self._member.waits_for = f"weights from {', '.join(sources) or 'relays: none is announced yet'}"
+                self._log.event("weights.waiting", sources=sources, reason=str(exc))
+                self._log.say(f"no weights yet from the run's relays ({', '.join(sources) or 'none announced yet'})")
                 continue
             break
         self._hold(policy)
@@ -146,88 +164,74 @@ class InferenceNode:
         try:
             await self._engine.load(policy.directory, policy.epoch, policy.step, policy.root)
         except EngineError as exc:
-            self._log.event("engine.away", code=exc.code.value, reason=str(exc))
+            self._log.event("engine.away", level="warning", code=exc.code.value, reason=str(exc))
             await self._bring_engine_back()
 
     def _hold(self, policy: Policy) -> None:
         self._member.policy = (policy.epoch, policy.step)
 
-    async def _next_work(self) -> Work:
-        """Ask for leases until one is ours and can be done here."""
+    async def ask(self) -> tuple[bytes | None, int]:
+        """Ask for a lease."""
         assert self._info is not None
-        told, backoff = "", Backoff()
-        while True:
-            if self._puller.current is not None:
-                self._hold(self._puller.current)
-            self._member.activity = "waiting for a lease"
-            epoch, step = self._member.policy
-            request = LeaseRequest(capacity=self._info.capacity, epoch=epoch, step=step, wait_ms=LEASE_WAIT_MS)
-            reply = await self._member.call("lease.next", request, LeaseReply, deadline_s=LEASE_WAIT_MS / 1000 + 10)
-            received = time.monotonic()
-            self._member.enter(reply.state, reply.reason)
-            if reply.lease is None:
-                if reply.reason != told:
-                    told = reply.reason
-                    self._log.event("lease.none", reason=reply.reason, state=reply.state)
-                await asyncio.sleep(min(max(reply.retry_ms, 50), 20_000) / 1000)
-                continue
-            try:
-                lease = self._open_lease(reply.lease)
-            except ProtocolError as exc:
-                self._log.event("lease.invalid", code=exc.code.value, reason=str(exc))
-                await backoff.wait()
-                continue
-            environment = self._environments.get(lease.environment)
-            if lease.lease_id in self._sending:
-                # Its submission is finished here and on its way: the coordinator has not heard of it yet.
-                await asyncio.wait(self._uploads, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
-                continue
-            self._open = lease
-            if environment is None:
-                await self._give_back(lease, "this machine does not have the environment the lease names")
-                continue
-            self._log.event(
-                "lease",
-                lease=lease.lease_id,
-                step=lease.step,
-                tasks=len(lease.tasks),
-                samples=lease.samples,
-                duration_ms=lease.duration_ms,
-            )
-            return Work(lease, environment, received + lease.duration_ms / 1000)
+        member = self._member
+        if self._puller.current is not None:
+            self._hold(self._puller.current)
+        member.activity = "waiting for a lease"
+        epoch, step = member.policy
+        request = LeaseRequest(capacity=self._info.capacity, epoch=epoch, step=step, wait_ms=LEASE_WAIT_MS)
+        reply = await member.call("lease.next", request, LeaseReply, deadline_s=LEASE_WAIT_MS / 1000 + 10)
+        self._received = time.monotonic()
+        member.enter(reply.state, reply.reason)
+        if reply.lease is None:
+            member.waits_for = reply.reason
+            if reply.reason != self._told:
+                self._told = reply.reason
+                self._log.event("lease.none", reason=reply.reason, state=reply.state)
+        return reply.lease, reply.retry_ms
 
-    def _open_lease(self, raw: bytes) -> Lease:
-        """The lease inside, if the coordinator signed it for us and this run.
+    async def open(self, raw: bytes) -> Work | None:
+        """The lease inside, if the coordinator signed it for us and this run, and it can be done here.
 
         Raises:
-            ProtocolError: it did not; the coordinator or something between is broken.
+            ProtocolError: it does not hold, or names a manifest that can't be had.
         """
-        run, member = self._member.run, self._member
-        envelope = open_envelope(
-            raw,
-            run=run.id,
-            kind="lease",
-            signer=run.manifest.coordinator,
-            audience=member.identity.public,
-            now=member.clock.now_ms(),
-        )
+        member = self._member
+        coordinators = member.manifest.chain.keys("coordinator")  # a lease sent again keeps its first signature
+        envelope = self._envelope(raw, coordinators)
         lease = envelope.record(Lease)
-        if lease.manifest != run.id or envelope.audience != member.identity.public:
-            raise ProtocolError("the lease belongs to another manifest or node", ReasonCode.WRONG_RUN)
+        await member.learn(lease.manifest)
         if not 1 <= len(lease.tasks) * lease.samples <= MAX_ROLLOUTS_PER_LEASE:
             raise ProtocolError("the lease asks for no rollouts, or for too many", ReasonCode.OVERSIZE)
-        return lease
+        if lease.lease_id in self._sending:
+            # Its submission is finished here and on its way: the coordinator has not heard of it yet.
+            await asyncio.wait(self._uploads, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
+            return None
+        self._open = lease
+        environment = self._environments.get(lease.environment)
+        if environment is None:
+            await self._give_back(lease, "this machine does not have the environment the lease names")
+            return None
+        work = Work(lease, member.manifest.at(lease.manifest), environment, self._received + lease.duration_ms / 1000)
+        self._log.event(
+            "lease",
+            lease=lease.lease_id,
+            step=lease.step,
+            tasks=len(lease.tasks),
+            samples=lease.samples,
+            duration_ms=lease.duration_ms,
+        )
+        return work
 
     # --- doing it -------------------------------------------------------------------------------------------------
 
-    async def _do(self, work: Work) -> None:
+    async def do(self, assignment: Work) -> None:
         """One lease from weights to upload. Whatever fails, the coordinator hears of it."""
-        lease, started = work.lease, time.monotonic()
+        lease, started = assignment.lease, time.monotonic()
         try:
-            policy = await self._policy_of(work)
-            self._member.activity = f"generating {len(lease.tasks) * lease.samples} rollouts"
-            outputs = await self._generate(work, policy)
-            submission = self._score(work, outputs)
+            policy = await self._policy_of(assignment)
+            self._member.activity = f"generating {assignment.rollouts} rollouts"
+            outputs = await self._generate(assignment, policy)
+            submission = self._score(assignment, outputs)
             blob = compress(submission)
             if len(blob) > lease.max_bytes:
                 raise NodeError(f"the submission has {len(blob)} bytes, the lease allows {lease.max_bytes}")
@@ -242,6 +246,7 @@ class InferenceNode:
         self._log.event(
             "lease.done",
             lease=lease.lease_id,
+            step=lease.step,
             rollouts=len(outputs),
             tokens=sum(len(o.tokens) // 4 for o in outputs),
             reward=sum(r.reward for r in submission.rollouts) / len(outputs),
@@ -266,14 +271,14 @@ class InferenceNode:
     async def _generate(self, work: Work, policy: Policy) -> list[GenerateOutput]:
         """One output per rollout, task-major, asked for in portions the engine takes."""
         assert self._info is not None
-        lease, sampling = work.lease, self._member.run.manifest.sampling
+        lease, sampling = work.lease, work.run.manifest.sampling
         tokenizer = self._tokenizer_of(policy)
         items = []
         for task in lease.tasks:
             ids = tokenizer.encode(work.environment.task(task).prompt, add_special_tokens=False).ids
             prompt = b"".join(i.to_bytes(4, "little") for i in ids)
             for sample in range(lease.samples):
-                seed = sampling_seed(self._member.run.id, lease.nonce, task, sample)
+                seed = sampling_seed(work.run.id, lease.nonce, task, sample)
                 request_id = f"{lease.lease_id.hex()}:{task}:{sample}"
                 items.append(GenerateItem(request_id, prompt, seed, lease.max_new_tokens))
         outputs: list[GenerateOutput] = []
@@ -288,9 +293,9 @@ class InferenceNode:
         return outputs
 
     def _tokenizer_of(self, policy: Policy) -> tokenizers.Tokenizer:
-        if self._tokenizer is None or self._tokenizer[0] != policy.root:
-            self._tokenizer = (policy.root, read_tokenizer(policy.directory))
-        return self._tokenizer[1]
+        if self._tokenizer is None:  # the same files for every policy of a run: the manifest names their hashes
+            self._tokenizer = read_tokenizer(policy.directory)
+        return self._tokenizer
 
     def _score(self, work: Work, outputs: list[GenerateOutput]) -> Submission:
         """The submission, each rollout with the reward its text earns here."""
@@ -317,7 +322,9 @@ class InferenceNode:
 
     async def _failed(self, lease: Lease, exc: HeadwaterError) -> None:
         """Tell the coordinator, then make the engine usable again."""
-        self._log.event("lease.failed", lease=lease.lease_id, code=exc.code.value, reason=str(exc))
+        self._log.event(
+            "lease.failed", level="warning", lease=lease.lease_id, step=lease.step, code=exc.code.value, reason=str(exc)
+        )
         self._log.say(f"a lease could not be finished: {exc}")
         await self._give_back(lease, f"{exc.code.value}: {exc}")
         if isinstance(exc, EngineError) and exc.code is not ReasonCode.ENGINE_REFUSED:
@@ -332,7 +339,8 @@ class InferenceNode:
                 self._info = await self._engine.start()
                 return
             except EngineError as exc:
-                self._log.event("engine.away", code=exc.code.value, reason=str(exc))
+                self._member.waits_for = f"the engine, which does not come back: {exc}"
+                self._log.event("engine.away", level="warning", code=exc.code.value, reason=str(exc))
                 self._log.say(f"the engine does not come back: {exc}")
                 await backoff.wait()
 
@@ -360,7 +368,7 @@ class InferenceNode:
         except UploadRefusedError as exc:
             self._log.say(f"a finished lease was turned down ({exc.code.value}): {exc}")
         except OSError as exc:
-            self._log.event("upload.disk", lease=lease_id, reason=str(exc))
+            self._log.event("upload.disk", level="error", lease=lease_id, reason=str(exc))
             self._log.say(f"a finished lease can't be read or its receipt not be written: {exc}; look at the disk")
         finally:
             self._sending.discard(lease_id)

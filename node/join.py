@@ -1,8 +1,9 @@
 """`node join`: from what the person typed to a machine at work, and back out again.
 
-    find the run        share code, file or address -> manifest, checked against the run id
+    find the run        share code, file or address -> manifest, checked against the run id (`find`)
     say what it is      who runs it, who may read what this machine sends
     become a member     identity, libp2p host process, join
+    make room           memory and disk for the weights, once their size is known
     work                the role's loop beside heartbeats and weights, until the run or the person ends it
 
 Not covered: what a role does (`inference`, `validator`, `relay`).
@@ -13,37 +14,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 
 from environments.base import Environment
 from environments.errors import EnvironmentSpecError
 from environments.registry import load as load_environment
-from node.backoff import Backoff
 from node.errors import LeavingError, NodeError, UpgradeRequiredError
+from node.find import Target, find_run, resolve
+from node.heads import HeadKeeper
 from node.home import Home, RunHome
 from node.log import EventLog
+from node.manifest import HeldManifest
 from node.member import UPGRADE_COMMAND, Member
-from protocol.control import Clock, ControlClient, fetch_manifest
-from protocol.errors import ManifestError, ProtocolError, UsageError
-from protocol.files import write_atomic
+from node.status import StatusFile
+from node.weights import follow_weights
+from protocol.control import Clock, ControlClient
+from protocol.errors import HeadwaterError, UsageError
 from protocol.host import HostProcess
-from protocol.identity import Identity, parse_peer_id, peer_id_text
+from protocol.identity import Identity
 from protocol.limits import PROTOCOL_VERSION
-from protocol.manifest import Run, open_manifest, parse_share_code
+from protocol.manifest import Run
+from protocol.preflight import require
 from protocol.sequences import Sequences
+from shardcast.passes import Presenter
 from shardcast.puller import Puller
-
-FIND_DEADLINE_S = 180.0
-"""How long a first contact is tried. A run that starts at the same moment as its nodes needs most of a minute."""
 
 RUN_MARK = "HEADWATER_RUN"
 """Environment variable that says which run a child process works for. Nothing reads it but people and supervisors."""
@@ -57,12 +62,16 @@ STOP_DEADLINE_S = 1.9
 KEEP_POLICIES = {"inference": 2, "validator": 8}
 """Policies kept on disk. A validator judges leases a few steps old; fewer would be pulled again."""
 
-_MULTIADDR = ("/ip4/", "/ip6/", "/dns/", "/dns4/", "/dns6/")
+START_MEMORY_MIB = {"inference": 500, "validator": 400, "relay": 120}
+"""What the role's processes take before any weights: Python, the libp2p host, torch where there is a model."""
+
+START_DISK_MIB = 64
+"""Keys, receipts and finished leases; weights are counted once their size is known."""
 
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """What was typed."""
+    """What was typed, and this machine's clocks (seconds), which tests replace."""
 
     role: str
     run: str
@@ -74,14 +83,19 @@ class JoinOptions:
     yes: bool = False
     log: Path | None = None
     as_json: bool = False
+    wall: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
 
-
-@dataclass(frozen=True)
-class Target:
-    """Which run, and whom to ask for its manifest. `run` is None when only an address was given."""
-
-    run: bytes | None
-    addresses: tuple[str, ...]
+    @property
+    def command(self) -> str:
+        """The command that starts this node again."""
+        words = ["node", "join", "--role", self.role, "--run", self.run, "--home", str(self.home)]
+        for option, value in (("--name", self.name), ("--engine-socket", self.engine_socket), ("--log", self.log)):
+            words += [option, str(value)] if value else []
+        words += ["--threads", str(self.threads)] if self.threads != 1 else []
+        words += ["--listen", self.listen] if self.role == "relay" else []
+        words += ["--yes"] * self.yes + ["--json"] * self.as_json
+        return shlex.join(words)
 
 
 class Role(Protocol):
@@ -92,36 +106,6 @@ class Role(Protocol):
     async def abandon(self, reason: str) -> None: ...
 
 
-def resolve(text: str) -> Target:
-    """The run that `--run` names.
-
-    Raises:
-        UsageError: neither an address, a share code nor a file that holds one.
-    """
-    word = text.strip()
-    if not word.startswith(_MULTIADDR) and not word.startswith("hw1"):
-        path = Path(word).expanduser()
-        try:
-            word = path.read_text(encoding="utf-8")[:65536].strip()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise UsageError(
-                f"--run {text}: no share code (hw1...), no multiaddr, and no file that can be read ({exc}); "
-                "ask the run's operator for its share code"
-            ) from exc
-    if word.startswith(_MULTIADDR):
-        try:
-            parse_peer_id(word.partition("/p2p/")[2])
-        except ProtocolError as exc:
-            raise UsageError(f"--run {text}: the address must end in /p2p/ and the coordinator's peer id") from exc
-        return Target(None, (word,))
-    try:
-        code = parse_share_code(word)
-    except ManifestError as exc:
-        raise UsageError(f"--run {text}: {exc}") from exc
-    suffix = "/p2p/" + peer_id_text(code.transport)
-    return Target(code.run, tuple(a if "/p2p/" in a else a + suffix for a in code.addresses))
-
-
 def run_join(options: JoinOptions) -> int:
     """The whole command. Returns its exit code."""
     log = EventLog(as_json=options.as_json, file=options.log)
@@ -129,13 +113,19 @@ def run_join(options: JoinOptions) -> int:
     try:
         target = resolve(options.run)
         home.lock()
+        require(
+            f"the role {options.role}",
+            memory_mib=START_MEMORY_MIB[options.role],
+            disk_mib=START_DISK_MIB,
+            where=home.path,
+        )
         return asyncio.run(_until_stopped(options, target, home, log))
     except LeavingError as exc:
         log.event("left", code=exc.code.value, reason=str(exc))
-        log.say(str(exc))
+        log.last_words(str(exc))
         return exc.exit_code
     except Exception as exc:
-        log.event("failed", error=type(exc).__name__, reason=str(exc))
+        log.event("failed", level="error", error=type(exc).__name__, reason=str(exc))
         raise
     finally:
         log.close()
@@ -163,7 +153,6 @@ async def _until_stopped(options: JoinOptions, target: Target, home: Home, log: 
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await work
-    log.say("left the run")
     log.event("stopped")
     return 0
 
@@ -172,35 +161,63 @@ async def _take_part(options: JoinOptions, target: Target, home: Home, log: Even
     """Join and work. Raises LeavingError when it is over."""
     async with contextlib.AsyncExitStack() as stack:
         identity = home.identity()
+        log.bind(node=identity.public)
         if target.run is not None:
             os.environ[RUN_MARK] = target.run.hex()
         host = HostProcess(home=home.path, key=home.transport_key, listen=None)
         stack.push_async_callback(host.close)
         await host.start(HOST_DEADLINE_S)
-        run = await find_run(target, host, home, log)
-        confirm(run, target, options, identity, log)
-        os.environ[RUN_MARK] = run.id.hex()
-        part = home.run(run.id)
+        genesis = await find_run(target, host, home, log)
+        log.bind(run=genesis.id)
+        part = home.run(genesis.id)
         session = await stack.enter_async_context(aiohttp.ClientSession(trust_env=False))
-        sequences, clock = Sequences(part.sequences), Clock()
-        control = ControlClient(run=run, identity=identity, sequences=sequences, host=host, clock=clock)
+        manifest = HeldManifest(genesis, part.path, session=session, log=log, monotonic=options.monotonic)
+        confirm(manifest.run, target, options, identity, log)
+        os.environ[RUN_MARK] = genesis.id.hex()
+        sequences, clock = Sequences(part.sequences), Clock(wall=options.wall, monotonic=options.monotonic)
+        control = ControlClient(run=manifest.run, identity=identity, sequences=sequences, host=host, clock=clock)
         stack.push_async_callback(control.close)
+        heads = HeadKeeper(
+            genesis.id,
+            part.path,
+            ingress=lambda: member.ingress,
+            session=session,
+            log=log,
+            monotonic=options.monotonic,
+        )
         member = Member(
-            run=run,
+            manifest=manifest,
+            heads=heads,
             identity=identity,
             transport=host.transport,
             control=control,
             clock=clock,
-            home=part,
+            status=StatusFile(part.status),
             log=log,
             role=options.role,
             name=(options.name or socket.gethostname())[:64],
+            come_back=options.command,
+            wall=options.wall,
+            monotonic=options.monotonic,
         )
         begin = {"inference": _inference, "validator": _validator, "relay": _relay}[options.role]
-        await begin(_Place(options, part, member, sequences, session, stack, log))
+        place = _Place(options, part, member, sequences, session, stack, log)
+        try:
+            await begin(place)
+        except asyncio.CancelledError:
+            member.show(ended="stopped by its owner")
+            log.last_words("left the run", *place.summary(), f"come back with: {options.command}")
+            raise
+        except LeavingError as exc:
+            member.show(ended=str(exc))
+            log.last_words(*place.summary())
+            raise
+        except HeadwaterError as exc:
+            member.show(ended=f"could not go on: {exc}")
+            raise
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Place:
     """What every role starts from."""
 
@@ -211,11 +228,19 @@ class _Place:
     session: aiohttp.ClientSession
     stack: contextlib.AsyncExitStack
     log: EventLog
+    summary: Callable[[], list[str]] = list
+    """What the role did and left, in sentences; the role sets it."""
 
     def puller(self) -> Puller:
-        keep = KEEP_POLICIES[self.options.role]
+        member, clock_ms = self.member, self.member.clock.now_ms
         return Puller(
-            self.member.run, self.member.sources, self.part.weights, keep=keep, clock_ms=self.member.clock.now_ms
+            member.run,
+            member.sources,
+            self.part.weights,
+            keep=KEEP_POLICIES[self.options.role],
+            clock_ms=clock_ms,
+            presenter=Presenter(member.run.id, member.identity, self.sequences, clock_ms),
+            report=member.report,
         )
 
 
@@ -231,6 +256,7 @@ async def _inference(place: _Place) -> None:
         socket=options.engine_socket, threads=options.threads, output=place.part.path / "engine.log", log=place.log
     )
     place.stack.push_async_callback(engine.close)
+    member.activity = "starting the engine"
     info = await engine.start()
     profile = member.run.manifest.profile
     if info.profile != profile:
@@ -238,7 +264,7 @@ async def _inference(place: _Place) -> None:
     await member.join(engine=info.name)
     puller = place.puller()
     uploader = Uploader(
-        run=member.run,
+        run=lambda: member.run,
         identity=member.identity,
         sequences=place.sequences,
         clock=member.clock,
@@ -247,11 +273,27 @@ async def _inference(place: _Place) -> None:
         receipts=ReceiptStore(place.part.receipts),
         session=place.session,
         log=place.log,
+        on_receipt=member.take_receipt,
+        on_refused=member.look_for_updates,
     )
     node = InferenceNode(
         member=member, engine=engine, puller=puller, uploader=uploader, environments=environments, log=place.log
     )
-    await supervise(node, node.run(info), member.heartbeats(), puller.run_forever())
+    place.summary = node.summary
+
+    def gauges() -> dict[str, Any]:
+        running = "restarting" if member.activity == "restarting the engine" else "running"
+        times = f", restarted {engine.restarts} times" if engine.restarts else ""
+        return {
+            "bytes_up": uploader.bytes_sent,
+            "bytes_down": puller.bytes_received,
+            "engine": f"{info.name}, {running}{times}",
+            "waits_to_upload": uploader.waits_for,
+        }
+
+    member.gauges = gauges
+    weights = follow_weights(puller, member, place.part.weights, place.log)
+    await supervise(node, node.run(info), member.heartbeats(), weights)
 
 
 async def _validator(place: _Place) -> None:
@@ -269,7 +311,10 @@ async def _validator(place: _Place) -> None:
         threads=place.options.threads,
         log=place.log,
     )
-    await supervise(node, node.run(), member.heartbeats(), puller.run_forever())
+    place.summary = node.summary
+    member.gauges = lambda: {"bytes_up": node.bytes_sent, "bytes_down": puller.bytes_received + node.bytes_received}
+    weights = follow_weights(puller, member, place.part.weights, place.log)
+    await supervise(node, node.run(), member.heartbeats(), weights)
 
 
 async def _relay(place: _Place) -> None:
@@ -302,12 +347,12 @@ async def supervise(role: Role, *parts: Awaitable[None]) -> None:
             if task.done() and (reason := task.exception()) is not None:
                 if isinstance(reason, LeavingError):
                     await role.wind_down(reason)
+                else:
+                    await _abandon(role, f"the node could not go on: {reason}"[:500])
                 raise reason
         raise NodeError("a part of this node ended without saying why; look into its log and report it")
     except asyncio.CancelledError:
-        with contextlib.suppress(ProtocolError, TimeoutError):
-            async with asyncio.timeout(0.8):
-                await role.abandon("the node was stopped by its owner")
+        await _abandon(role, "the node was stopped by its owner")
         raise
     finally:
         for task in tasks:
@@ -315,41 +360,10 @@ async def supervise(role: Role, *parts: Awaitable[None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def find_run(target: Target, host: HostProcess, home: Home, log: EventLog) -> Run:
-    """The run's manifest, from disk if this home knows it, else from its coordinator.
-
-    Raises:
-        NodeError: nobody answered in time. ManifestError: what answered is another run.
-    """
-    if target.run is not None:
-        known = home.path / "runs" / target.run.hex() / "manifest.hw"
-        if known.exists():
-            return open_manifest(known.read_bytes(), target.run)
-    loop = asyncio.get_running_loop()
-    end, backoff = loop.time() + FIND_DEADLINE_S, Backoff()
-    told = False
-    while True:
-        problem = "the share code names no address"
-        for address in target.addresses:
-            try:
-                run = await fetch_manifest(host, address, 10.0, target.run)
-            except ManifestError:
-                raise
-            except ProtocolError as exc:
-                problem = f"{address}: {exc}"
-            else:
-                write_atomic(home.run(run.id).path / "manifest.hw", run.envelope.raw)
-                return run
-        if loop.time() > end or not target.addresses:
-            raise NodeError(
-                f"no coordinator answered within {FIND_DEADLINE_S:.0f} s ({problem}); check that the run is up and "
-                "the share code is current, and ask its operator if it is"
-            )
-        if not told:
-            log.event("coordinator.away", kind="manifest", reason=problem)
-            log.say("the coordinator does not answer yet; trying on")
-            told = True
-        await backoff.wait()
+async def _abandon(role: Role, reason: str) -> None:
+    with contextlib.suppress(HeadwaterError, TimeoutError):
+        async with asyncio.timeout(0.8):
+            await role.abandon(reason)
 
 
 def confirm(run: Run, target: Target, options: JoinOptions, identity: Identity, log: EventLog) -> None:
@@ -366,7 +380,6 @@ def confirm(run: Run, target: Target, options: JoinOptions, identity: Identity, 
         raise NodeError("the run speaks an older protocol than this software; its operator must upgrade")
     log.event(
         "run",
-        run=run.id,
         name=manifest.name,
         role=options.role,
         peer_id=identity.peer_id,
@@ -402,7 +415,7 @@ def load_environments(run: Run, log: EventLog) -> dict[bytes, Environment]:
             found[spec.digest] = load_environment(spec)
         except EnvironmentSpecError as exc:
             problem = str(exc)
-            log.event("environment.missing", name=spec.name, reason=problem)
+            log.event("environment.missing", level="warning", name=spec.name, reason=problem)
     if not found:
         raise NodeError(f"this machine has none of the run's environments: {problem}")
     return found

@@ -1,4 +1,10 @@
-"""`node status`: what the node of a home is doing, from the file its process writes at every heartbeat."""
+"""`node status`: what the node of a home is doing and whom it waits for, from the file its process keeps.
+
+The running process replaces `status.json` at every heartbeat, and once more when it ends (`ended` then says how). A
+process that was killed leaves its last picture behind; it is recognised because pid and start time no longer match.
+
+Not covered: the run as a whole (`trainer status RUN`).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +15,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+from protocol.commands import printable
 from protocol.errors import UsageError
+from shardcast.heads import replace_file
+
+MAX_STATUS_BYTES = 1 << 20
+
+
+class StatusFile:
+    """Writes the picture. Readers see the old or the new one, never a half."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._started = _start_ticks(os.getpid())
+
+    def write(self, picture: dict[str, Any]) -> None:
+        """Replace it. Raises OSError: the disk refuses."""
+        whole = {**picture, "pid": os.getpid(), "start_ticks": self._started, "time": time.time(), "uptime": _uptime()}
+        replace_file(self._path, json.dumps(whole, indent=1).encode() + b"\n")
 
 
 def read_status(home: Path) -> dict[str, Any]:
-    """The most recently written picture in this home, with `alive` and `age_s` added.
+    """The most recently written picture in this home, with `alive`, `age_s`, `receipts` and `unsent` added.
 
     Raises:
         UsageError: no node has run here yet, or its file is damaged.
@@ -24,27 +47,36 @@ def read_status(home: Path) -> dict[str, Any]:
             f"no node has worked in {home} yet; start one with: node join --home {home} --role ... --run ..."
         )
     try:
-        picture: dict[str, Any] = json.loads(files[-1].read_text())
-        pid, written = int(picture["pid"]), float(picture["time"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+        with files[-1].open("rb") as file:
+            picture: dict[str, Any] = json.loads(file.read(MAX_STATUS_BYTES))
+        pid, ticks = int(picture["pid"]), int(picture["start_ticks"])
+        written, uptime = float(picture["time"]), float(picture["uptime"])
+        for name in ("run", "run_name", "role", "name", "state", "activity"):
+            str(picture[name])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise UsageError(
             f"{files[-1]} can't be read ({exc}); the next heartbeat of a running node replaces it"
         ) from exc
-    picture["alive"] = _is_running(pid)
-    picture["age_s"] = round(max(0.0, time.time() - written), 1)
+    picture["alive"] = not picture.get("ended") and _start_ticks(pid) == ticks
+    # Uptime does not jump with the wall clock; after a restart of the machine only the wall clock is left.
+    since_boot = _uptime() - uptime
+    picture["age_s"] = round(since_boot if since_boot >= 0 else max(0.0, time.time() - written), 1)
     picture["receipts"] = sum(1 for _ in files[-1].parent.glob("receipts/*.hw"))
     picture["unsent"] = sum(1 for _ in files[-1].parent.glob("submissions/*.hws"))
     return picture
 
 
-def _is_running(pid: int) -> bool:
+def _start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot: with the pid it names one process for ever. 0: no such."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _uptime() -> float:
+    """Seconds since boot, sleep included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def show_status(home: Path, *, as_json: bool) -> int:
@@ -53,13 +85,62 @@ def show_status(home: Path, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps(picture) + "\n")
     else:
-        running = f"running (process {picture['pid']})" if picture["alive"] else "not running"
-        sys.stdout.write(
-            f"{picture['name']}: {picture['role']} in run {picture['run_name']} ({picture['run'][:16]}), {running}\n"
-            f"  state      {picture['state']}\n"
-            f"  policy     {picture['step']} of {picture['newest_step']}\n"
-            f"  doing      {picture['activity']} ({picture['age_s']} s ago)\n"
-            f"  done       {picture['done']} since it started; {picture['receipts']} receipts, "
-            f"{picture['unsent']} submissions unsent\n"
-        )
+        sys.stdout.write("\n".join(printable(line) for line in as_lines(picture)) + "\n")
     return 0 if picture["alive"] else 1
+
+
+def as_lines(picture: dict[str, Any]) -> list[str]:
+    """The picture for a person."""
+    lines = [f"{picture['name']}: {picture['role']} in run {picture['run_name']} ({picture['run'][:16]})"]
+    rows: list[tuple[str, str]] = []
+    if picture["alive"]:
+        told = f" (told {picture['age_s']:.0f} s ago)" if picture["age_s"] > 30 else ""
+        doing = f"{picture['activity']}, for {_duration(picture.get('activity_s', 0.0) + picture['age_s'])}{told}"
+        rows.append(("doing", doing))
+        if picture.get("waits_for"):
+            rows.append(("waits for", str(picture["waits_for"])))
+        if picture.get("away_s") is not None:
+            away = _duration(picture["away_s"] + picture["age_s"])
+            rows.append(("coordinator", f"has not answered for {away}; this node asks again until it does"))
+    elif picture.get("ended"):
+        rows.append(("ended", f"{picture['ended']} ({_duration(picture['age_s'])} ago)"))
+    else:
+        rows.append(("ended", f"without a word, {_duration(picture['age_s'])} ago or later: killed, or crashed"))
+    reason = f": {picture['reason']}" if picture.get("reason") else ""
+    rows.append(("state", f"{picture['state']}{reason}"))
+    rows.append(("weights", f"step {picture['step']} of {picture['newest_step']} published"))
+    rows.append(("work", _work(picture)))
+    rows.append(("traffic", f"{_mib(picture.get('bytes_up', 0))} sent, {_mib(picture.get('bytes_down', 0))} received"))
+    if picture.get("engine"):
+        rows.append(("engine", str(picture["engine"])))
+    if picture.get("conflict"):
+        rows.append(("WARNING", f"the coordinator promised two ledgers that do not fit: see {picture['conflict']}"))
+    rows.append(("process", f"{picture['pid']}, {'running' if picture['alive'] else 'not running'}"))
+    if not picture["alive"] and picture.get("come_back"):
+        rows.append(("come back", str(picture["come_back"])))
+    return lines + [f"  {name:<12}{text}" for name, text in rows]
+
+
+def _work(picture: dict[str, Any]) -> str:
+    done, unsent = picture["done"], picture["unsent"]
+    if picture["role"] == "validator":
+        return f"{done} submissions judged since it started"
+    if picture["role"] == "relay":
+        return f"{done} shards sent since it started"
+    waiting = f", {unsent} finished leases not sent yet" if unsent else ""
+    return (
+        f"{done} rollouts since it started; in this run {picture.get('accepted', 0)} accepted and "
+        f"{picture.get('rejected', 0)} rejected so far; {picture['receipts']} receipts{waiting}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -25,7 +25,7 @@ from node.log import EventLog
 from node.receipts import ReceiptStore, check_receipt
 from protocol import codec
 from protocol.control import Clock, read_bounded
-from protocol.envelope import seal
+from protocol.envelope import Envelope, parse, seal
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.files import fsync_dir, write_atomic
 from protocol.identity import Identity
@@ -55,6 +55,12 @@ _DAMAGED = frozenset({ReasonCode.HASH_MISMATCH, ReasonCode.LENGTH_MISMATCH, Reas
 """Refusals that a damaged transfer explains: tried three times."""
 
 _DAMAGED_TRIES = 3
+
+_OTHER_KEY = frozenset({ReasonCode.WRONG_AUDIENCE, ReasonCode.BAD_SIGNATURE})
+"""Refusals that a changed coordinator key explains."""
+
+TELL_FROM_S = 5.0
+"""The person hears of a wait from this length on; the coordinator's usual "busy" is over in two."""
 
 
 class UploadRefusedError(ProtocolError):
@@ -103,7 +109,7 @@ class Uploader:
     def __init__(
         self,
         *,
-        run: Run,
+        run: Callable[[], Run],
         identity: Identity,
         sequences: Sequences,
         clock: Clock,
@@ -112,7 +118,15 @@ class Uploader:
         receipts: ReceiptStore,
         session: aiohttp.ClientSession,
         log: EventLog,
+        on_receipt: Callable[[Envelope], None] = lambda envelope: None,
+        on_refused: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """
+        Args:
+            run: the run with its newest manifest; asked anew for every attempt.
+            on_receipt: told of each receipt's envelope once it is on disk; it holds a promise about the whole ledger.
+            on_refused: asked to look for a newer manifest, when an answer suggests that the coordinator's key changed.
+        """
         self._run = run
         self._identity = identity
         self._sequences = sequences
@@ -122,6 +136,13 @@ class Uploader:
         self.receipts = receipts
         self._session = session
         self._log = log
+        self._on_receipt = on_receipt
+        self._on_refused = on_refused
+        self._told_quota = False
+        self.bytes_sent = 0
+        """Bytes of submissions sent by this process, repeated attempts included."""
+        self.waits_for = ""
+        """Why a finished submission is not accepted yet, in words; empty when none waits."""
 
     async def send(self, lease_id: bytes) -> Receipt:
         """Send one submission until its receipt is on disk, however long the coordinator is away.
@@ -139,26 +160,45 @@ class Uploader:
             try:
                 raw = await self._put(intent, blob)
                 receipt = check_receipt(
-                    raw, run=self._run, owner=self._identity.public, lease_id=lease_id, digest=digest
+                    raw, run=self._run(), owner=self._identity.public, lease_id=lease_id, digest=digest
                 )
             except _LaterError as later:
                 reason, wait_s = str(later), later.wait_s
+                self._tell_later(later)
             except UploadRefusedError as exc:
                 damaged += exc.code in _DAMAGED
                 if exc.code in _FINAL or damaged >= _DAMAGED_TRIES:
                     self.outbox.set_aside(lease_id)
-                    self._log.event("upload.refused", lease=lease_id, code=exc.code.value, reason=str(exc))
+                    self._log.event(
+                        "upload.refused", level="warning", lease=lease_id, code=exc.code.value, reason=str(exc)
+                    )
                     raise
                 reason = f"{exc.code.value}: {exc}"
+                if exc.code in _OTHER_KEY and self._on_refused is not None:
+                    await self._on_refused()
             except ProtocolError as exc:
                 reason = f"the receipt does not hold: {exc}"
+                if self._on_refused is not None:
+                    await self._on_refused()
             else:
                 self.receipts.keep(lease_id, raw)
                 self.outbox.remove(lease_id)
+                self.waits_for, self._told_quota = "", False
                 self._log.event("upload.receipt", lease=lease_id, index=receipt.index, bytes=len(blob))
+                self._on_receipt(parse(raw))
                 return receipt
-            self._log.event("upload.retry", lease=lease_id, reason=reason)
+            self._log.event("upload.retry", lease=lease_id, reason=reason, wait_s=wait_s)
             await backoff.wait(wait_s)
+
+    def _tell_later(self, later: _LaterError) -> None:
+        """A quota or a full spool is the coordinator's decision, so the person hears of it, once."""
+        if later.code is None:
+            return
+        wait = f"; asked again in {later.wait_s:.0f} s" if later.wait_s else ""
+        self.waits_for = f"room for a finished submission ({later})"
+        if not self._told_quota and later.code in (ReasonCode.QUOTA, ReasonCode.BUSY) and later.wait_s >= TELL_FROM_S:
+            self._told_quota = True
+            self._log.say(f"the coordinator takes no upload for now ({later}){wait}. Nothing is lost: it waits on disk")
 
     async def _put(self, intent: UploadIntent, blob: bytes) -> bytes:
         """One attempt: the receipt's bytes.
@@ -166,16 +206,17 @@ class Uploader:
         Raises:
             UploadRefusedError: refused with a reason. _LaterError: not reached, or asked to come back later.
         """
+        run = self._run()
         envelope = seal(
             self._identity,
             INTENT_KIND,
             intent,
-            run=self._run.id,
+            run=run.id,
             sequence=self._sequences.next(INTENT_KIND),
             issued_at=self._clock.now_ms(),
-            audience=self._run.manifest.coordinator,
+            audience=run.manifest.coordinator,
         )
-        url = f"{self._ingress()}/v1/{self._run.id.hex()}/submissions/{intent.lease_id.hex()}"
+        url = f"{self._ingress()}/v1/{run.id.hex()}/submissions/{intent.lease_id.hex()}"
         headers = {
             INTENT_HEADER: base64.b64encode(envelope.raw).decode("ascii"),
             "Content-Type": "application/octet-stream",
@@ -185,6 +226,7 @@ class Uploader:
             async with self._session.put(
                 url, data=blob, headers=headers, timeout=deadline, allow_redirects=False
             ) as reply:
+                self.bytes_sent += len(blob)
                 body = await read_bounded(reply.content, MAX_ENVELOPE_BYTES)
                 status, retry_after = reply.status, reply.headers.get("Retry-After", "")
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
@@ -193,8 +235,8 @@ class Uploader:
             return body
         code, message = read_refusal(body, status)
         if retry_after:
-            seconds = int(retry_after) if retry_after.isdigit() else 1
-            raise _LaterError(f"{code.value}: {message}", float(seconds))
+            seconds = int(retry_after) if retry_after.isdecimal() and len(retry_after) <= 6 else 1
+            raise _LaterError(f"{code.value}: {message}", float(seconds), code)
         raise UploadRefusedError(f"{message} (HTTP {status})", code)
 
 
@@ -210,9 +252,11 @@ def read_refusal(body: bytes, status: int) -> tuple[ReasonCode, str]:
 class _LaterError(Exception):
     """Not now; try again after `wait_s` seconds or more."""
 
-    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+    def __init__(self, message: str, wait_s: float = 0.0, code: ReasonCode | None = None) -> None:
         super().__init__(message)
         self.wait_s = wait_s
+        self.code = code
+        """The coordinator's reason; None when it was not reached."""
 
 
 async def settle(tasks: set[asyncio.Task[None]], deadline_s: float) -> None:

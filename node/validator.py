@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import aiohttp
 import torch
@@ -22,11 +23,12 @@ from node.backoff import Backoff
 from node.errors import LeavingError, NodeError
 from node.log import EventLog
 from node.member import Member
+from node.worker import Worker
 from protocol import codec
 from protocol.control import read_bounded
-from protocol.envelope import open_envelope
 from protocol.errors import HeadwaterError, ProtocolError, ReasonCode
 from protocol.limits import MAX_SUBMISSION_BYTES, MINIMUM_RATE_BYTES_S, REQUEST_DEADLINE_S
+from protocol.manifest import Run
 from protocol.records import (
     ACCEPT,
     INCONCLUSIVE,
@@ -47,12 +49,31 @@ JOB_WAIT_MS = 20_000
 TOKEN_HEADER = "Headwater-Token"  # noqa: S105
 FETCH_POLICY_S = 120.0
 FETCH_TRIES = 3
+FINISH_S = 5.0
+LAST_MOMENTS_S = 0.7
+"""When the owner stops this node a job that is answered within this long is one the run doesn't wait for."""
+
 _FAULTS = (RuntimeError, MemoryError, OSError, ValueError, KeyError, IndexError, TypeError, ArithmeticError)
 """Faults of this machine while judging: answered as inconclusive and logged, never silent."""
 
 
-class ValidatorNode:
+@dataclass(frozen=True)
+class Assignment:
+    """A job with the lease it is about and the rules that lease names."""
+
+    job: Job
+    lease: Lease
+    run: Run
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.lease.tasks) * self.lease.samples
+
+
+class ValidatorNode(Worker[Assignment]):
     """One validator's work for one run."""
+
+    noun = "job"
 
     def __init__(
         self,
@@ -64,79 +85,70 @@ class ValidatorNode:
         threads: int,
         log: EventLog,
     ) -> None:
-        self._member = member
+        super().__init__(member, log)
         self._puller = puller
         self._environments = environments
         self._session = session
         self._threads = threads
-        self._log = log
         self._judge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
         self._policy: PolicyModel | None = None
-        self._last_job = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._unanswered = False
+        self.bytes_received = 0
+        """Bytes of submissions fetched by this process."""
+        self.bytes_sent = 0
+        """Bytes of verdict details sent by this process."""
 
     async def run(self) -> None:
         """Work until cancelled. Raises LeavingError when the coordinator ends it."""
         torch.set_num_threads(max(1, self._threads))
-        while not self._last_job:
-            job, lease = await self._next_job()
-            self._idle.clear()
-            try:
-                await self._answer(job, lease)
-            finally:
-                self._idle.set()
-        await asyncio.Event().wait()  # the supervisor ends us
+        await self.work()
 
     async def wind_down(self, leaving: LeavingError) -> None:
         """Let the job in work be answered, if it is nearly done."""
-        self._last_job = True
-        try:
-            async with asyncio.timeout(5.0):
-                await self._idle.wait()
-        except TimeoutError:
+        if not await self.finish(FINISH_S):
             self._log.event("job.abandoned", reason=str(leaving))
 
     async def abandon(self, reason: str) -> None:
-        """Nothing to hand back: an unanswered job is drawn again by the coordinator."""
+        """Answer the job in work if it is a matter of moments; else the coordinator draws it again."""
+        if not await self.finish(LAST_MOMENTS_S):
+            self._unanswered = True
+            self._log.event("job.abandoned", reason=reason)
 
-    async def _next_job(self) -> tuple[Job, Lease]:
-        backoff = Backoff()
-        while True:
-            if self._puller.current is not None:
-                self._member.policy = (self._puller.current.epoch, self._puller.current.step)
-            self._member.activity = "waiting for a job"
-            reply = await self._member.call(
-                "job.next", JobRequest(wait_ms=JOB_WAIT_MS), JobReply, deadline_s=JOB_WAIT_MS / 1000 + 10
-            )
-            if reply.job is None:
-                await asyncio.sleep(min(max(reply.retry_ms, 20), 20_000) / 1000)
-                continue
-            try:
-                return self._open_job(reply.job)
-            except ProtocolError as exc:
-                self._log.event("job.invalid", code=exc.code.value, reason=str(exc))
-                await backoff.wait()
+    def summary(self) -> list[str]:
+        """What was done and what is left, for the person, when this node ends."""
+        lines = [f"{self._member.done} submissions judged"]
+        if self._unanswered:
+            lines.append("one job was left unanswered: the coordinator gives it to another validator")
+        return lines
 
-    def _open_job(self, raw: bytes) -> tuple[Job, Lease]:
-        member, run = self._member, self._member.run
-        envelope = open_envelope(
-            raw,
-            run=run.id,
-            kind="job",
-            signer=run.manifest.coordinator,
-            audience=member.identity.public,
-            now=member.clock.now_ms(),
+    async def ask(self) -> tuple[bytes | None, int]:
+        """Ask for a job."""
+        if self._puller.current is not None:
+            self._member.policy = (self._puller.current.epoch, self._puller.current.step)
+        self._member.activity = "waiting for a job"
+        reply = await self._member.call(
+            "job.next", JobRequest(wait_ms=JOB_WAIT_MS), JobReply, deadline_s=JOB_WAIT_MS / 1000 + 10
         )
-        job = envelope.record(Job)
+        return reply.job, reply.retry_ms
+
+    async def open(self, raw: bytes) -> Assignment:
+        """The job inside, if the coordinator signed it for us and this run.
+
+        Raises:
+            ProtocolError: it does not hold, or its lease names a manifest that can't be had.
+        """
+        member = self._member
+        job = self._envelope(raw, (member.run.manifest.coordinator,)).record(Job)
         lease = codec.decode(Lease, job.lease)
         if not len(lease.tasks) * lease.samples >= 1 or job.length > MAX_SUBMISSION_BYTES:
             raise ProtocolError("the job's lease asks for nothing, or its submission is over the bound")
-        return job, lease
+        await member.learn(lease.manifest)
+        return Assignment(job, lease, member.manifest.at(lease.manifest))
 
-    async def _answer(self, job: Job, lease: Lease) -> None:
+    async def do(self, assignment: Assignment) -> None:
         """Judge one submission and send the verdict."""
-        self._member.activity = f"judging {len(lease.tasks) * lease.samples} rollouts"
+        job, lease = assignment.job, assignment.lease
+        self._member.activity = f"judging {assignment.rollouts} rollouts"
         started = time.monotonic()
         try:
             policy = await self._policy_of(lease)
@@ -145,15 +157,17 @@ class ValidatorNode:
                 raise NodeError("this machine does not have the environment the lease names")
             blob = await self._fetch(job)
             judgement, cpu_ms = await asyncio.get_running_loop().run_in_executor(
-                self._judge, self._work, lease, blob, job.raw_length, policy, environment
+                self._judge, self._work, assignment, blob, policy, environment
             )
         except LeavingError:
             raise
         except (HeadwaterError, *_FAULTS) as exc:
             code = exc.code.value if isinstance(exc, HeadwaterError) else type(exc).__name__
-            self._log.event("job.failed", job=job.job_id, code=code, reason=str(exc))
+            self._log.event(
+                "job.failed", level="warning", job=job.job_id, lease=lease.lease_id, code=code, reason=str(exc)
+            )
             self._log.say(f"a job could not be judged here: {exc}")
-            judgement, cpu_ms = _undecided(len(lease.tasks) * lease.samples), 0
+            judgement, cpu_ms = _undecided(assignment.rollouts), 0
         details = codec.encode(judgement.verdict_details())
         verdict = Verdict(
             job_id=job.job_id,
@@ -171,10 +185,12 @@ class ValidatorNode:
             self._log.event("verdict.refused", job=job.job_id, code=exc.code.value, reason=str(exc))
             return
         self._member.done += 1
+        self.bytes_sent += len(details)
         reasons = sorted({o.reason for o in judgement.outcomes if o.outcome != ACCEPT})
         self._log.event(
             "verdict",
             job=job.job_id,
+            lease=lease.lease_id,
             round=job.round,
             step=lease.step,
             accepted=sum(o.outcome == ACCEPT for o in judgement.outcomes),
@@ -203,6 +219,7 @@ class ValidatorNode:
                     url, headers={TOKEN_HEADER: job.token.hex()}, timeout=deadline, allow_redirects=False
                 ) as reply:
                     blob = await read_bounded(reply.content, job.length)
+                    self.bytes_received += len(blob)
                 if reply.status != 200:
                     problem = f"HTTP {reply.status}"
                 elif len(blob) != job.length or blake3(blob).digest() != job.digest:
@@ -215,7 +232,7 @@ class ValidatorNode:
         raise ProtocolError(f"{url} did not give the submission: {problem}", ReasonCode.UNREACHABLE)
 
     def _work(
-        self, lease: Lease, blob: bytes, raw_length: int, policy: Policy, environment: Environment
+        self, assignment: Assignment, blob: bytes, policy: Policy, environment: Environment
     ) -> tuple[Judgement, int]:
         """In the judge's thread: the right weights, then the decision and its CPU milliseconds."""
         started = time.thread_time()
@@ -223,7 +240,8 @@ class ValidatorNode:
             self._policy = load_policy(policy.directory, root=policy.root)
         elif self._policy.root != policy.root:
             self._policy.load_weights(policy.directory, root=policy.root)
-        judgement = judge_upload(self._member.run, lease, blob, raw_length, self._policy, environment)
+        lease, length = assignment.lease, assignment.job.raw_length
+        judgement = judge_upload(assignment.run, lease, blob, length, self._policy, environment)
         return judgement, round(1000 * (time.thread_time() - started))
 
 

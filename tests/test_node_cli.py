@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from node.find import resolve
 from node.handover import next_node
 from node.home import Home
-from node.join import resolve
 from protocol.errors import UsageError
 from protocol.identity import Identity, load_identity
 from protocol.manifest import ShareCode, format_share_code

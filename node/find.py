@@ -1,0 +1,106 @@
+"""Which run is meant: from what the person typed to the manifest that its run id names.
+
+Not covered: what the manifest says about later changes (`manifest`), and joining (`join`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.backoff import Backoff
+from node.errors import NodeError
+from node.home import Home
+from node.log import EventLog
+from protocol.control import fetch_manifest
+from protocol.errors import ManifestError, ProtocolError, UsageError
+from protocol.files import write_atomic
+from protocol.host import HostProcess
+from protocol.identity import parse_peer_id, peer_id_text
+from protocol.limits import MAX_ENVELOPE_BYTES
+from protocol.manifest import Run, open_manifest, parse_share_code
+
+FIND_DEADLINE_S = 180.0
+"""How long a first contact is tried. A run that starts at the same moment as its nodes needs most of a minute."""
+
+_ASK_S = 10.0
+_MULTIADDR = ("/ip4/", "/ip6/", "/dns/", "/dns4/", "/dns6/")
+_MAX_CODE_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which run, and whom to ask for its manifest. `run` is None when only an address was given."""
+
+    run: bytes | None
+    addresses: tuple[str, ...]
+
+
+def resolve(text: str) -> Target:
+    """The run that `--run` names.
+
+    Raises:
+        UsageError: neither an address, a share code nor a file that holds one.
+    """
+    word = text.strip()
+    if not word.startswith(_MULTIADDR) and not word.startswith("hw1"):
+        path = Path(word).expanduser()
+        try:
+            with path.open(encoding="utf-8") as file:
+                word = file.read(_MAX_CODE_BYTES).strip()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise UsageError(
+                f"--run {text}: no share code (hw1...), no multiaddr, and no file that can be read ({exc}); "
+                "ask the run's operator for its share code"
+            ) from exc
+    if word.startswith(_MULTIADDR):
+        try:
+            parse_peer_id(word.partition("/p2p/")[2])
+        except ProtocolError as exc:
+            raise UsageError(f"--run {text}: the address must end in /p2p/ and the coordinator's peer id") from exc
+        return Target(None, (word,))
+    try:
+        code = parse_share_code(word)
+    except ManifestError as exc:
+        raise UsageError(f"--run {text}: {exc}") from exc
+    suffix = "/p2p/" + peer_id_text(code.transport)
+    return Target(code.run, tuple(a if "/p2p/" in a else a + suffix for a in code.addresses))
+
+
+async def find_run(target: Target, host: HostProcess, home: Home, log: EventLog) -> Run:
+    """The run's genesis manifest, from disk if this home knows it, else from its coordinator.
+
+    Raises:
+        NodeError: nobody answered in time. ManifestError: what answered is another run.
+    """
+    if target.run is not None:
+        known = home.path / "runs" / target.run.hex() / "manifest.hw"
+        if known.exists():
+            with known.open("rb") as file:
+                return open_manifest(file.read(MAX_ENVELOPE_BYTES + 1), target.run)
+    loop = asyncio.get_running_loop()
+    end, backoff = loop.time() + FIND_DEADLINE_S, Backoff()
+    told = False
+    while True:
+        problem = "the share code names no address"
+        for address in target.addresses:
+            try:
+                run = await fetch_manifest(host, address, _ASK_S, target.run)
+            except ManifestError:
+                raise
+            except ProtocolError as exc:
+                problem = f"{address}: {exc}"
+            else:
+                write_atomic(home.run(run.id).path / "manifest.hw", run.envelope.raw)
+                return run
+        if loop.time() > end or not target.addresses:
+            raise NodeError(
+                f"no coordinator answered within {FIND_DEADLINE_S:.0f} s ({problem}); check that the run is up and "
+                "the share code is current, and ask its operator if it is"
+            )
+        if not told:
+            log.event("coordinator.away", level="warning", kind="manifest", reason=problem)
+            log.say(f"the coordinator does not answer yet ({problem}); trying on for {FIND_DEADLINE_S:.0f} s")
+            told = True
+        await backoff.wait()
