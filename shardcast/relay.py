@@ -87,14 +87,15 @@ class RelayServer:
         sequences: Sequences | None = None,
         keep: int = 8,
         clock_ms: Clock = wall_clock_ms,
-        passes: bool = False,
+        passes: Callable[[], set[bytes]] | None = None,
         report: Callable[[RelayReport], None] | None = None,
     ) -> None:
         """Open the store.
 
         Args:
             sources: parents or their URLs, best first; a callable is read again every second.
-            passes: serve only children that show a pass of the run's coordinator.
+            passes: serve only children that show a pass signed by one of these keys (the run's coordinator, now);
+                None serves everybody.
             report: told of a parent that sent wrong bytes; must not block.
             keep: finished publications kept; older ones are removed.
             sequences: those of `identity`, when its owner signs other things too.
@@ -117,7 +118,7 @@ class RelayServer:
             sequences=sequences,
             listen=listen,
             clock_ms=clock_ms,
-            passes=PassCheck(run, identity.public, clock_ms) if passes else None,
+            passes=PassCheck(run, identity.public, clock_ms, passes) if passes is not None else None,
             stamped=True,
         )
         self._follower = Follower(
