@@ -227,20 +227,24 @@ class ControlClient:
         url = f"{ingress[attempt % len(ingress)].rstrip('/')}/v1/{self.run.id.hex()}/{frame.kind}"
         if self._session is None:
             self._session = aiohttp.ClientSession()
-        if self.http_fallbacks == 0:
-            logger.warning("libp2p has failed for %.0f s; control messages go over HTTP now", FALLBACK_AFTER_S)
-        self.http_fallbacks += 1
         try:
             timeout = aiohttp.ClientTimeout(total=left, connect=HEADER_DEADLINE_S)
             async with self._session.post(
                 url, data=pack_frame(frame), timeout=timeout, allow_redirects=False
             ) as response:
+                if self.http_fallbacks == 0:
+                    logger.warning("libp2p has failed for %.0f s; control messages go over HTTP now", FALLBACK_AFTER_S)
+                self.http_fallbacks += 1
                 if response.status != 200:
                     code = ReasonCode.UNREACHABLE if response.status >= 500 else ReasonCode.MALFORMED
                     raise TransportError(f"{url} answered {response.status}", code)
                 return unpack_frame(await read_bounded(response.content, MAX_FRAME_BYTES))
         except TimeoutError as exc:
             raise TransportError(f"{url} did not answer within {left:.1f} s", ReasonCode.DEADLINE) from exc
+        except aiohttp.ClientConnectorError as exc:
+            # Nobody is there at all, so it is not libp2p that fails: it is tried again for as long as before.
+            self._failing_since = None
+            raise TransportError(f"{url} could not be reached: {exc}") from exc
         except aiohttp.ClientError as exc:
             raise TransportError(f"{url} could not be reached: {exc}") from exc
 

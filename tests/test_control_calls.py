@@ -267,6 +267,29 @@ async def test_http_is_tried_only_after_libp2p_failed_for_a_while(world, monkeyp
     assert world.coordinator.asked[-1][0].transport_key == b""
 
 
+async def test_while_nobody_answers_at_all_libp2p_is_asked_again(world, monkeypatch):
+    """A coordinator that starts slowly is away, over HTTP too: that is no reason to leave libp2p."""
+    monkeypatch.setattr(control, "FALLBACK_AFTER_S", 3.0)
+    client = await world.member()
+    away = world.coordinator.host
+    await away.close()
+    await world.ingress.cleanup()
+    under_way = asyncio.create_task(client.call("heartbeat", a_heartbeat(), HeartbeatReply, deadline_s=60))
+    await asyncio.sleep(5)  # HTTP was tried meanwhile
+    back = HostProcess(
+        home=world.tmp_path / "back",
+        key=world.tmp_path / "coordinator" / "transport.pem",
+        listen=away.addresses[0].partition("/p2p/")[0],
+        handler=world.coordinator.server.handle,
+    )
+    await back.start()
+    try:
+        assert (await under_way).state == "active"
+        assert client.http_fallbacks == 0
+    finally:
+        await back.close()
+
+
 # --- the coordinator's side alone ---------------------------------------------------------------------------------
 
 

@@ -95,6 +95,26 @@ async def test_a_run_goes_round_and_ends(tmp_path: Path) -> None:
     assert status["rollouts"]["accepted"] == held.accepted
 
 
+async def test_whoever_reaches_the_http_door_could_have_come_over_libp2p(tmp_path: Path) -> None:
+    """The other order made members of a coordinator that starts slowly fall back to HTTP for no other reason."""
+    swarm = Swarm.make(tmp_path / "run")
+    control = int(swarm.run.manifest.control[0].split("/tcp/")[1].split("/")[0])
+    ingress = int(swarm.run.manifest.ingress[0].rpartition(":")[2])
+    async with swarm, asyncio.timeout(90):
+        while not await _answers(ingress):
+            await asyncio.sleep(0.001)
+        assert await _answers(control)
+
+
+async def _answers(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
 @pytest.mark.heavy
 async def test_a_coordinator_killed_again_and_again_loses_and_doubles_nothing(tmp_path: Path) -> None:
     swarm = Swarm.make(tmp_path / "run", steps=7, leases__probation_accepted=2)

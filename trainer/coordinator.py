@@ -44,6 +44,7 @@ from protocol.records import (
     JoinRequest,
     LeaseFailed,
     LeaseRequest,
+    RelayReport,
     RunFinished,
     Verdict,
 )
@@ -61,6 +62,7 @@ from trainer.judging import Judging
 from trainer.leasing import Leasing
 from trainer.members import Members
 from trainer.news import News
+from trainer.reports import Reports
 from trainer.status import StatusWriter
 
 HEAD_POLL_S = 0.02
@@ -102,6 +104,8 @@ class Coordinator:
     def _build(self, identity: Any) -> None:
         self.prompt_ids = batches.tokenizer_prompts(self.run_dir / "model", _prompts(self.run))
         self.members = Members(self.book, self.config, self.news)
+        self.reports = Reports(self.book, self.members, self.news)
+        self.members.distrusted = self.reports.distrusted
         bounds = leases.Bounds(
             manifest_hash=self.run.id,
             max_bytes=self.config.ingress.max_submission_bytes,
@@ -145,6 +149,7 @@ class Coordinator:
         self.control.on("lease.failed", LeaseFailed, self.leasing.failed)
         self.control.on("job.next", JobRequest, self.judging.next)
         self.control.on("verdict", Verdict, self.judging.verdict)
+        self.control.on("relay.report", RelayReport, self.reports.report)
 
     async def _join(self, member: Any, request: JoinRequest, attachment: bytes) -> JoinReply:
         reply = await self.members.join(member, request, attachment)
@@ -180,8 +185,8 @@ class Coordinator:
         self._rebuild_batches()
         self.book.seal(self.run_dir / "ledger")
         _check_listen(self.config.control.listen)
-        await self.door.start()
         await self.host.start()
+        await self.door.start()  # second: members fall back to HTTP when it answers and libp2p does not
         again = f" again, {self.book.ledger.size} ledger entries" if self.book.ledger.incarnation else ""
         self.news.say(f"the coordinator serves run {self.run.id.hex()[:16]}{again}")
 
