@@ -21,7 +21,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,7 @@ class Ledger:
         sequences: Sequences,
         clock_ms: Callable[[], int],
         monotonic_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
+        earlier: Collection[bytes] = (),
     ) -> Ledger:
         """Open or create the database file `path` (`state_dir/ledger.db`) and become its only writer.
 
@@ -97,12 +98,13 @@ class Ledger:
 
         Args:
             clock_ms: wall clock in milliseconds; every entry's time comes from it.
+            earlier: public keys the coordinator had before (`Chain.keys`): the last entry may still be theirs.
 
         Raises:
             LedgerError: held by another process (`ledger-locked`), on a network file system, another run's,
                 damaged, or the clock is before the last entry.
         """
-        return Ledger(path, run, coordinator, sequences, clock_ms, monotonic_ms)
+        return Ledger(path, run, coordinator, sequences, clock_ms, monotonic_ms, earlier)
 
     def __init__(
         self,
@@ -112,6 +114,7 @@ class Ledger:
         sequences: Sequences,
         clock_ms: Callable[[], int],
         monotonic_ms: Callable[[], int],
+        earlier: Collection[bytes] = (),
     ) -> None:
         self.path = path
         self.run = run
@@ -133,7 +136,7 @@ class Ledger:
         self._lock_fd = _take_lock(path.with_suffix(".lock"))
         try:
             self._db = _open_database(path, run)
-            self._load()
+            self._load({coordinator.public, *earlier})
             if self._size:
                 self.append_many([("incarnation", b"", b"")])
         except BaseException:
@@ -219,6 +222,11 @@ class Ledger:
         self._flush(list(self._pending))
         return appended
 
+    def sign_with(self, coordinator: Identity) -> None:
+        """Sign everything from the next entry on with another key: call it directly before appending the
+        `run.updated` entry that names this key. A crash between the two leaves nothing behind."""
+        self._coordinator = coordinator
+
     async def commit(self) -> None:
         """Return when everything appended so far is durable. Appenders that wait together share a flush.
 
@@ -300,7 +308,7 @@ class Ledger:
                 )
         return max(now, self._last_time), monotonic
 
-    def _load(self) -> None:
+    def _load(self, signers: Collection[bytes]) -> None:
         last: StoredEntry | None = None
         for index, raw, leaf in self._db.execute("SELECT idx, envelope, leaf FROM leaves ORDER BY idx"):
             if index != self._durable.size or leaf != leaf_hash(raw):
@@ -313,7 +321,9 @@ class Ledger:
         if last is None:
             return
         try:
-            envelope = open_envelope(last.raw_envelope, run=self.run, kind=ENTRY_KIND, signer=self._coordinator.public)
+            envelope = open_envelope(last.raw_envelope, run=self.run, kind=ENTRY_KIND)
+            if envelope.signer not in signers:
+                raise LedgerError("signed by a key that never was this coordinator's", ReasonCode.BAD_SIGNATURE)
             entry = envelope.record(LedgerEntry)
         except ProtocolError as exc:
             raise LedgerError(f"the last entry of {self.path} does not hold: {exc}", exc.code) from exc

@@ -6,8 +6,9 @@ File `segment-<first index, 12 digits>.hwl`, big-endian:
     | count x (u32 length + entry envelope) | u32 length + tree head envelope | BLAKE3 of all before, 32
 
 The tree head (kind `tree`, a `TreeHead`) covers the whole log up to the segment's last entry, so each segment also
-confirms every one before it. Reading is total: damage is named, never an exception, except a file the operating
-system can't read.
+confirms every one before it. Entries and heads must carry the key that the manifest chain gives the coordinator at that
+place; the chain itself is read from the `run.updated` entries on the way. Reading is total: damage is named, never an
+exception, except a file the operating system can't read.
 
 Not covered: signatures of subjects inside entries, and what entries mean (`state`, `verifier.audit`).
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from protocol.chain import Chain
 from protocol.envelope import Envelope, open_envelope
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
 from protocol.files import write_atomic
@@ -73,6 +75,8 @@ class SealedLog:
     problems: list[Problem] = field(default_factory=list)
     size: int = 0
     """Leaves seen, damaged ones included."""
+    chain: Chain | None = None
+    """The manifest chain as the entries tell it."""
     head: TreeHead | None = None
     """The newest signed head that matches the leaves."""
 
@@ -159,6 +163,7 @@ def read_segments(directory: Path, run: Run) -> SealedLog:
             reader.oversize(name)
         else:
             reader.segment(name, data)
+    reader.finish()
     if not names:
         reader.problem("ledger", ReasonCode.RECORD_MISSING, f"{directory} holds no sealed segment")
     return reader.log
@@ -170,6 +175,9 @@ class _Reader:
     def __init__(self, run: Run) -> None:
         self.log = SealedLog()
         self._run = run
+        self._chain = self.log.chain = Chain(run)
+        self._late_heads: list[tuple[str, Envelope, bytes | None]] = []
+        """Heads by a key that no entry has named yet: segments can be sealed after the coordinator's key changed."""
         self._tree = MerkleLog()
         self._broken = False
         """A leaf is missing or unreadable, so no later root can be recomputed; reported once, where it broke."""
@@ -220,8 +228,9 @@ class _Reader:
         self._tree.append(leaf_hash(raw))
         record = f"ledger/{index}"
         try:
-            envelope = open_envelope(raw, run=self._run.id, kind=ENTRY_KIND, signer=self._run.manifest.coordinator)
+            envelope = open_envelope(raw, run=self._run.id, kind=ENTRY_KIND)
             entry = envelope.record(LedgerEntry)
+            self._check_signer(index, envelope.signer, entry)
         except ProtocolError as exc:
             self._broken = True
             self.problem(record, exc.code, f"the entry does not hold: {exc}")
@@ -236,20 +245,59 @@ class _Reader:
         self._incarnation = entry.incarnation
         self.log.entries.append(SealedEntry(index, envelope, entry))
 
+    def _check_signer(self, index: int, signer: bytes, entry: LedgerEntry) -> None:
+        """Entries are the coordinator's. The one that names its next key may be signed by either."""
+        before = self._chain
+        if entry.event == "run.updated":
+            try:
+                self._chain = self.log.chain = before.extend(entry.subject)
+            except ProtocolError as exc:
+                self.problem(f"ledger/{index}", exc.code, f"its link of the manifest chain does not hold: {exc}")
+        allowed = {before.current.manifest.coordinator, self._chain.current.manifest.coordinator}
+        if signer not in allowed or self._chain.revoked(signer, index):
+            raise LedgerError("signed by another key than the coordinator's at this place", ReasonCode.BAD_SIGNATURE)
+        if self._chain.lapsed(signer, entry.time):
+            raise LedgerError("signed outside the time the root delegated to this key", ReasonCode.EXPIRED)
+
+    def finish(self) -> None:
+        """What can only be judged once the whole chain is known."""
+        for record, envelope, root in self._late_heads:
+            if envelope.signer not in self._chain.keys("coordinator"):
+                message = "its tree head does not hold: signed by another key than the coordinator's"
+                self.problem(record, ReasonCode.BAD_SIGNATURE, message)
+            else:
+                self._take_head(record, envelope, root)
+        for sealed in self.log.entries:
+            if self._chain.revoked(sealed.envelope.signer, sealed.index):
+                message = "signed by a coordinator key that was revoked from an entry before it on"
+                self.problem(f"ledger/{sealed.index}", ReasonCode.KEY_REVOKED, message)
+
     def _head(self, record: str, raw: bytes) -> None:
         try:
-            envelope = open_envelope(raw, run=self._run.id, kind=TREE_KIND, signer=self._run.manifest.coordinator)
+            envelope = open_envelope(raw, run=self._run.id, kind=TREE_KIND)
             head = envelope.record(TreeHead)
         except ProtocolError as exc:
             self.problem(record, exc.code, f"its tree head does not hold: {exc}")
             return
         if head.size != self.log.size:
             self.problem(record, ReasonCode.LEDGER_BROKEN, f"its tree head covers {head.size} entries, not its own end")
-        elif self._broken:
             return
-        elif head.root != self._tree.root():
-            self._lost(record, "its signed tree head does not match the entries: the log was rewritten")
+        root = None if self._broken else self._tree.root()
+        if envelope.signer not in self._chain.keys("coordinator"):
+            self._late_heads.append((record, envelope, root))
         else:
+            self._take_head(record, envelope, root)
+
+    def _take_head(self, record: str, envelope: Envelope, root: bytes | None) -> None:
+        """Compare a head with the root recomputed at its size (None: a leaf before it is missing)."""
+        head = envelope.record(TreeHead)
+        if root is None:
+            return
+        if self._chain.revoked(envelope.signer, head.size - 1):
+            self.problem(record, ReasonCode.KEY_REVOKED, "its tree head is signed by a revoked key")
+        elif head.root != root:
+            self._lost(record, "its signed tree head does not match the entries: the log was rewritten")
+        elif self.log.head is None or head.size > self.log.head.size:
             self.log.head = head
 
 

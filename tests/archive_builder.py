@@ -20,6 +20,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from protocol import codec, decision, draws
+from protocol.chain import Chain as ManifestChain
+from protocol.chain import Revocation, RunUpdate, delegate, seal_update
 from protocol.envelope import Envelope, open_envelope, parse, seal
 from protocol.identity import Identity, load_identity
 from protocol.ledger import TREE_KIND, Ledger
@@ -122,6 +124,8 @@ class Chain:
         self.run_id = run_id_of(self.manifest)
         raw = seal(identity("root"), MANIFEST_KIND, self.manifest, run=self.run_id, sequence=1, issued_at=START_MS).raw
         self.run = open_manifest(raw)
+        self.links = ManifestChain(self.run)
+        self.coordinator = "coordinator"
         self.sink = sink if sink is not None else ListSink()
         self._sequence = 1
         self._counter = 0
@@ -156,6 +160,34 @@ class Chain:
     def open(self) -> int:
         return self.append("run.opened", b"", self.run.envelope.raw)
 
+    def update(self, *, rotate: dict[str, str] | None = None, revoke: dict[str, int] | None = None, **changes) -> int:
+        """The next link of the manifest chain.
+
+        Args:
+            rotate: role -> name of its new key. A new coordinator signs from this entry on.
+            revoke: name -> ledger index from which it counts.
+        """
+        root, papers = identity("root"), []
+        for role, name in (rotate or {}).items():
+            self._sequence += 1
+            papers.append(
+                delegate(
+                    root, self.run_id, identity(name).public, (role,), not_before=START_MS, expires=2 * START_MS,
+                    sequence=self._sequence,
+                )
+            )  # fmt: skip
+            changes[role] = identity(name).public
+        gone = tuple(Revocation(identity(name).public, index, "a test") for name, index in (revoke or {}).items())
+        self._sequence += 1
+        update = RunUpdate(delegations=tuple(papers), revocations=gone, **changes)
+        raw = seal_update(root, self.links, update, sequence=self._sequence, issued_at=START_MS)
+        self.links = self.links.extend(raw)
+        if "coordinator" in (rotate or {}):
+            self.coordinator = rotate["coordinator"]
+            if hasattr(self.sink, "sign_with"):
+                self.sink.sign_with(identity(self.coordinator))
+        return self.append("run.updated", b"", raw)
+
     def join(self, who: str, role: str) -> int:
         if role == "validator":
             self.append("grant", RoleGrant(identity(who).public, role))
@@ -170,7 +202,7 @@ class Chain:
     def lease(self, who: str, step: int = 0, root: bytes = bytes(32), tasks=(0, 1), samples: int = 2, **more) -> bytes:
         lease = Lease(
             lease_id=self.fresh(),
-            manifest=self.run_id,
+            manifest=self.links.hash,
             epoch=0,
             step=step,
             root=root,
@@ -185,7 +217,7 @@ class Chain:
         lease = replace(lease, **more)
         self.leases[lease.lease_id] = lease
         self.owners[lease.lease_id] = who
-        self.append("lease", b"", self.sealed("coordinator", "lease", lease, audience=identity(who).public))
+        self.append("lease", b"", self.sealed(self.coordinator, "lease", lease, audience=identity(who).public))
         return lease.lease_id
 
     def close_lease(self, lease_id: bytes, reason: str = "expired") -> int:

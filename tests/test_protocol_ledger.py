@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from protocol import codec, segments
 from protocol import ledger as ledger_module
-from protocol.envelope import open_envelope
+from protocol.envelope import open_envelope, seal
 from protocol.errors import LedgerError, ReasonCode
 from protocol.ledger import Ledger, file_system_of
 from protocol.merkle import MerkleLog, leaf_hash
@@ -356,3 +356,77 @@ def test_the_specifications_vectors():
 def test_an_unreadable_folder_is_an_os_error(tmp_path):
     with pytest.raises(OSError):
         read_segments(tmp_path / "nothing", Chain().run)
+
+
+# --- the coordinator's key changes --------------------------------------------------------------------------------
+
+
+async def rotated(tmp_path, revoke=None):
+    """A sealed ledger whose coordinator signs with another key from the middle on."""
+    chain = Chain()
+    chain.sink = ledger = open_ledger(tmp_path, chain=chain)
+    chain.open()
+    chain.join("ann", "inference")
+    chain.policy(0)
+    await ledger.commit()
+    seal_missing(ledger, tmp_path / "sealed")
+    chain.lease("ann")
+    index = chain.update(rotate={"coordinator": "coordinator-2"}, revoke=revoke)
+    chain.close_lease(next(iter(chain.leases)))
+    await ledger.commit()
+    seal_missing(ledger, tmp_path / "sealed")
+    ledger.close()
+    return chain, index
+
+
+async def test_a_rotated_coordinator_signs_on_and_every_reader_follows(tmp_path):
+    chain, index = await rotated(tmp_path)
+    log = read_segments(tmp_path / "sealed", chain.run)
+    assert log.problems == [] and log.chain.hash == chain.links.hash and log.head.size == index + 2
+    signers = [sealed.envelope.signer for sealed in log.entries]
+    assert signers == [identity("coordinator").public] * index + [identity("coordinator-2").public] * 2
+
+
+async def test_a_ledger_opens_with_the_key_that_follows_the_last_entrys(tmp_path):
+    chain, _ = await rotated(tmp_path)
+
+    def reopen(name, earlier=()):
+        Ledger.open(
+            tmp_path / "ledger.db",
+            run=chain.run_id,
+            coordinator=identity(name),
+            sequences=Sequences(tmp_path / "sequences.json"),
+            clock_ms=lambda: START_MS * 2,
+            earlier=earlier,
+        ).close()
+
+    with pytest.raises(LedgerError, match="never was this coordinator's"):
+        reopen("coordinator-3")
+    reopen("coordinator-3", [identity("coordinator-2").public])
+
+
+async def test_the_key_before_signs_nothing_after_its_successor(tmp_path):
+    chain, _ = await rotated(tmp_path)
+    old = identity("coordinator")
+    path = sorted((tmp_path / "sealed").glob("*.hwl"))[-1]
+    log = read_segments(tmp_path / "sealed", chain.run)
+    last = log.entries[-1]
+    kept = [sealed.envelope.raw for sealed in log.entries if sealed.index >= 3]
+    forged = seal(
+        old, "entry", last.entry, run=chain.run_id, sequence=999, issued_at=last.entry.time
+    ).raw  # fmt: skip
+    tree = MerkleLog()
+    for sealed in log.entries[:-1]:
+        tree.append(leaf_hash(sealed.envelope.raw))
+    tree.append(leaf_hash(forged))
+    head = seal(old, "tree", TreeHead(tree.size, tree.root(), 1), run=chain.run_id, sequence=999, issued_at=1)
+    first = int(path.stem.split("-")[1])
+    path.write_bytes(pack_segment(chain.run_id, first, [*kept[:-1], forged], head.raw))
+    problems = read_segments(tmp_path / "sealed", chain.run).problems
+    assert [(p.record, p.reason) for p in problems] == [(f"ledger/{last.index}", ReasonCode.BAD_SIGNATURE)]
+
+
+async def test_entries_of_a_coordinator_key_that_was_revoked_backwards_are_named(tmp_path):
+    chain, _ = await rotated(tmp_path, revoke={"coordinator": 2})
+    problems = read_segments(tmp_path / "sealed", chain.run).problems
+    assert {p.record for p in problems if p.reason == ReasonCode.KEY_REVOKED} == {"ledger/2", "ledger/3"}
