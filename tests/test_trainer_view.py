@@ -1,142 +1,266 @@
-"""The live screen and the plain lines: they fit the terminal, say what happens, and strangers can't write on them."""
+"""What reaches the terminal: no flicker, plain lines when piped, nothing when quiet, and never a stranger's escapes."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from trainer.status import as_text
-from trainer.view import Picture, View, curve, display_path, doing, print_summary, render, take_picture
+from protocol.manifest import Thresholds
+from tests.test_trainer_screen import node, picture, text_of
+from trainer.ending import interrupted_lines, summary_lines
+from trainer.init import make_run
+from trainer.picture import Picture, take_picture
+from trainer.screen import screen
+from trainer.show import as_object
+from trainer.spans import plain
+from trainer.terminal import REPAIR_S, Terminal, dressed
+from trainer.view import View, display_path, print_summary
 
-WHY = {"quantised": "proof-mismatch", "small-model": "token-not-forced", "reward": "reward-mismatch"}
-
-
-def node(name: str, role: str = "inference", state: str = "active", reason: str = "") -> dict[str, Any]:
-    return {"key": name.encode().hex(), "name": name, "role": role, "state": state, "accepted": 1234, "rejected": 4,
-            "reason": reason, "step": 17, "last_seen_s": 0.5}  # fmt: skip
-
-
-def picture(honest: int = 3, steps: int = 60) -> Picture:
-    nodes = [node(f"node-{i}") for i in range(honest)] + [node(n, state="suspended", reason=r) for n, r in WHY.items()]
-    nodes += [node("validator-1", "validator", "probation"), node("relay-1", "relay", "probation")]
-    events = [{"time": 1000.0 + i, "text": f"{n} is suspended: a second validator, drawn independently, also found "
-               f"that the run's model did not compute them ({r})"} for i, (n, r) in enumerate(WHY.items())]  # fmt: skip
-    status = {"nodes": nodes, "rollouts": {"accepted": 3, "rejected": 8, "pending": 1}, "recent_events": events,
-              "phase": "running", "run": "ab" * 32, "time": 1000.0, "step": 3, "steps": 150}  # fmt: skip
-    rows = [{"event": "step", "step": i, "reward_mean": i / 60, "time": 1000.0 + i} for i in range(steps)]
-    dishonest = frozenset(name.encode().hex() for name in WHY)
-    return Picture("demo", 88.0, 150, 8, 990.0, status, rows, None, dishonest, [])
-
-
-def screen(shown: Picture, width: int, height: int) -> list[str]:
-    out = io.StringIO()
-    Console(file=out, width=width, height=height, force_terminal=True, color_system=None).print(
-        render(shown, width, height)
-    )
-    return out.getvalue().splitlines()
-
-
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (100, 30), (120, 40), (200, 60)])
-@pytest.mark.parametrize("honest", [3, 64])
-def test_the_screen_fits_the_terminal_and_cuts_no_column(width: int, height: int, honest: int) -> None:
-    lines = screen(picture(honest), width, height)
-    assert len(lines) < height
-    assert {len(line) for line in lines} == {width}
-    text = "\n".join(lines)
-    assert "…" not in text
-    for name, reason in WHY.items():
-        (line,) = [line for line in lines if line.startswith(f"│ {name}") and "dishonest" in line]
-        assert "suspended" in line and reason in line
-    if honest == 64:
-        assert "more" in text
-
-
-def test_a_reason_is_given_in_words_where_there_is_room() -> None:
-    assert "token-not-forced: the lease's seed forces other tokens" in "\n".join(screen(picture(), 120, 40))
-    assert "the lease's seed forces" not in "\n".join(
-        line for line in screen(picture(), 80, 40) if "suspended " in line
-    )
-
-
-def test_the_newest_event_is_shown_whole_with_its_moment() -> None:
-    lines = screen(picture(), 80, 24)
-    assert any(line.startswith("│   12 s  reward is suspended") for line in lines)
-    assert any("(reward-mismatch)" in line for line in lines[-4:])
-
-
-def test_the_curve_runs_from_left_to_right_and_bottom_to_top() -> None:
-    assert curve([], 4, 2) == ["    ", "    "]
-    assert curve([0.0, 0.5, 1.0], 5, 2) == ["  █  ", " ██  "]
-    lines = curve([i / 299 for i in range(300)], 60, 5)
-    assert all(len(line) == 60 for line in lines)
-    heights = [sum(line[column] != " " for line in lines) for column in range(60)]
-    assert heights == sorted(heights) and heights[0] <= 1 and heights[-1] == 5
-
-
-def test_it_says_what_happens_before_the_first_step() -> None:
-    seen = Picture("demo", members=3)
-    told = [doing(seen)]
-    seen.status = {"nodes": [node("relay-1", "relay")], "phase": "waiting for weights"}
-    told.append(doing(seen))
-    seen.sft = {"step": 45, "loss": 0.38, "done": False}
-    told.append(doing(seen))
-    seen.sft = {"step": 100, "loss": 0.33, "done": True}
-    seen.status = {"nodes": [node(str(i)) for i in range(3)], "phase": "running"}
-    told.append(doing(seen))
-    seen.status = {**seen.status, "rollouts": {"pending": 4}}
-    told.append(doing(seen))
-    seen.rows = [{"step": 0}]
-    told.append(doing(seen))
-    seen.status = {**seen.status, "phase": "finished"}
-    told.append(doing(seen))
-    for words, sentence in zip(
-        ("loads its libraries", "1 of 3 machines", "step 45, loss 0.380", "weights go out", "being checked",
-         "the learner learns", "finished"), told, strict=True,
-    ):  # fmt: skip
-        assert words in sentence
-
-
+NOISE = Thresholds(1e-4, 2, 1e-4, 1e-3, 1e-3, 1, 1, 0.0, 0, 0.0, 0.0, "tests")
 HOSTILE = "[red]\x1b[2J\u202eevil\n[/]"
+
+
+# --- piped --------------------------------------------------------------------------------------------------------
 
 
 def test_what_strangers_call_themselves_never_reaches_the_terminal_raw() -> None:
     shown = picture()
-    shown.status = {**shown.status, "nodes": [node(HOSTILE, reason=HOSTILE)],
+    shown.status = {**shown.status, "nodes": [node(HOSTILE, reason=HOSTILE, activity=HOSTILE, waits_for=HOSTILE)],
+                    "waits_for": HOSTILE,
                     "recent_events": [{"time": 1.0, "text": HOSTILE + " joined"}]}  # fmt: skip
     out = io.StringIO()
     with View(quiet=False, out=out) as view:
         view.show(shown)
-    texts = ["\n".join(screen(shown, 80, 24)), out.getvalue(), as_text({**shown.status})]
-    for text in texts:
+    for text in (text_of(shown), text_of(shown, 140, 45), out.getvalue()):
         assert "[red]" in text and not set("\x1b\u202e") & set(text)
     assert out.getvalue().count("\n") == 2, "one event, one step line"
 
 
 def test_piped_output_is_plain_lines_and_quiet_is_silent(tmp_path: Path) -> None:
-    shown = picture(steps=60)
+    shown = picture()
     rows = shown.rows
     (tmp_path / "status.json").write_text(json.dumps(shown.status))
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:1]))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:1]) + "\n")
     piped, silent = io.StringIO(), io.StringIO()
     with View(quiet=False, out=piped) as view, View(quiet=True, out=silent) as quiet:
         for _ in range(3):
             for one in (view, quiet):
                 one.show(take_picture(tmp_path, shown))
-        (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        with (tmp_path / "metrics.jsonl").open("a") as more:
+            more.write("\n".join(json.dumps(row) for row in rows[1:]) + "\n")
         view.show(take_picture(tmp_path, shown))
     assert silent.getvalue() == ""
     lines = piped.getvalue().splitlines()
-    assert [line.split("] ")[1][:8] for line in lines[-2:]] == ["step 1/1", "step 60/"]
-    assert len(lines) == 5, "each event once"
+    assert [line.split("] ")[1][:8] for line in lines if "step " in line] == ["step 1/1", "step 60/"]
+    assert len([line for line in lines if "is suspended" in line]) == 3, "each event once"
     assert piped.getvalue().isascii()
 
 
-SUMMARY = {
+def test_stage_one_is_told_in_quarters_and_a_long_wait_by_what_it_waits_for() -> None:
+    seen = Picture("demo", steps=9, members=4, began=1.0)
+    out = io.StringIO()
+    with View(quiet=False, out=out) as view:
+        for step in range(1, 101):
+            seen.sft = {"step": step, "steps": 100, "loss": 1 / step, "done": step == 100}
+            view.show(seen)
+        seen.seconds = 40.0
+        seen.status = {"waits_for": "the first weights", "nodes": [node("x")], "time": 0.0}
+        view.show(seen)
+        seen.seconds = 41.0
+        view.show(seen)
+    said = [line.split("] ")[1] for line in out.getvalue().splitlines()]
+    assert said[:4] == [*(f"stage one, supervised: step {n}/100, loss {1 / n:.3f}" for n in (25, 50, 75)),
+                        "stage one, supervised, is done: loss 0.010"]  # fmt: skip
+    assert len([line for line in said if line.startswith("waits for")]) <= 1
+
+
+def test_metrics_are_read_once_and_a_replaced_file_from_its_start(tmp_path: Path) -> None:
+    path, shown = tmp_path / "metrics.jsonl", Picture("run")
+    path.write_text('{"event": "step", "step": 0, "reward_mean": 0.5}\n{"event": "step", "st')
+    assert take_picture(tmp_path, shown).step == 1
+    path.open("a").write('ep": 1, "reward_mean": 0.7}\nnot json\n{"event": "sft", "step": 3}\n')
+    assert take_picture(tmp_path, shown).step == 2 and shown.sft == {"event": "sft", "step": 3}
+    path.write_text('{"event": "step", "step": 0, "reward_mean": 0.1}\n')
+    assert take_picture(tmp_path, shown).reward == 0.1
+
+
+# --- drawn --------------------------------------------------------------------------------------------------------
+
+
+class Glass(io.StringIO):
+    """A terminal that understands what `Terminal` sends: absolute positions, and nothing that moves the rest."""
+
+    encoding = "utf-8"
+    width, height = 80, 24
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        raise OSError("none")
+
+    def shown(self) -> list[str]:
+        lines = [" " * self.width] * self.height
+        for number, text in re.findall(r"\x1b\[(\d+);1H((?:(?!\x1b\[\d+;1H|\x1b\[\?).)*)", self.getvalue(), re.DOTALL):
+            clean = re.sub(r"\x1b\[[0-9;]*m", "", text)
+            assert "\x1b" not in clean and "\n" not in clean
+            lines[int(number) - 1] = clean
+        return lines
+
+
+def test_only_changed_lines_are_written_and_each_in_full() -> None:
+    glass = Glass()
+    shown = picture()
+    with Terminal(glass) as terminal:
+        terminal.draw(screen(shown, 80, 24), (80, 24))
+        first = glass.tell()
+        assert [line.rstrip() for line in glass.shown()][:3] == text_of(shown).splitlines()[:3]
+        assert {len(line) for line in glass.shown()} == {80}
+        terminal.draw(screen(shown, 80, 24), (80, 24))
+        assert glass.tell() == first, "the same picture writes nothing"
+        shown.seconds += 1
+        terminal.draw(screen(shown, 80, 24), (80, 24))
+        second = glass.getvalue()[first:]
+        assert second.count(";1H") == 1 and "1:29 gone" in second, "one line changed"
+        terminal.draw(screen(shown, 60, 20), (60, 20))
+        assert glass.getvalue().count(";1H") == 24 + 1 + 20, "another size draws everything"
+    text = glass.getvalue()
+    assert text.startswith("\x1b[?1049h") and text.endswith("\x1b[?1049l")
+    assert not re.search(r"\x1b\[[0-3]?[JK]", text.removeprefix("\x1b[?1049h\x1b[?25l\x1b[2J")), "nothing is erased"
+
+
+def test_a_damaged_screen_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    glass, lines = Glass(), screen(picture(), 80, 24)
+    with Terminal(glass) as terminal:
+        terminal.draw(lines, (80, 24))
+        later = time.monotonic() + REPAIR_S + 1
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        terminal.draw(lines, (80, 24))
+    assert glass.getvalue().count(";1H") == 48
+
+
+def test_the_last_picture_stays_and_colour_is_only_an_aid(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = picture()
+    texts = {}
+    for no_color in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        monkeypatch.setenv("TERM", "xterm")
+        glass = Glass()
+        with View(quiet=False, out=glass) as view:
+            view.show(shown)
+        texts[no_color] = glass.getvalue()
+        after = texts[no_color].partition("\x1b[?1049l")[2]
+        clean = re.sub(r"\x1b\[[0-9;]*m", "", after)
+        assert [line.rstrip() for line in clean.splitlines()] == text_of(shown, 80, 23).splitlines()
+    assert "\x1b[31m" in texts[""] and "\x1b[32m" in texts[""]
+    assert not re.search(r"\x1b\[3\dm", texts["1"])
+
+
+def test_a_dumb_terminal_gets_lines_and_one_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    glass = Glass()
+    with View(quiet=False, out=glass) as view:
+        view.show(picture())
+    assert "\x1b" not in glass.getvalue() and "step 60/150" in glass.getvalue()
+    drawn = [dressed(line, colour=False, unicode=False) for line in screen(picture(), 80, 24)]
+    assert all(line.isascii() for line in drawn) and any("relay-1" in line and "`" in line for line in drawn)
+
+
+@pytest.mark.parametrize(("honest", "cheats"), [(3, 12), (64, 12)])
+def test_drawing_costs_milliseconds_of_cpu(honest: int, cheats: int) -> None:
+    """The demo's own process shares the cores with the run: 2.5 drawings a second may take 2% of one."""
+    shown, glass = picture(honest, steps=149, cheats=cheats), Glass()
+    with Terminal(glass) as terminal:
+        started = time.process_time()
+        for _ in range(20):
+            shown.seconds += 1
+            terminal.draw(screen(shown, 80, 24), (80, 24))
+        spent = (time.process_time() - started) / 20
+    assert spent < 0.08, f"{spent * 1000:.1f} ms of CPU each (about 3 on an idle machine)"
+
+
+# --- a real terminal ----------------------------------------------------------------------------------------------
+
+
+def test_status_watch_on_a_real_terminal_ends_with_ctrl_c_and_gives_it_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run, thresholds=NOISE)
+    (run / "status.json").write_text(json.dumps({**picture().status, "time": time.time()}))
+    parent, child = pty.openpty()
+    script = str(Path(sys.executable).with_name("trainer"))
+    environment = {**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8"}
+    watching = subprocess.Popen(
+        [script, "status", str(run), "--watch"], stdin=child, stdout=child, stderr=subprocess.PIPE,
+        env=environment, start_new_session=True, preexec_fn=_own_terminal,
+    )  # fmt: skip
+    os.close(child)
+    seen = b""
+    try:
+        deadline = time.monotonic() + 60
+        while b"relay-2" not in seen:
+            assert time.monotonic() < deadline, seen
+            seen += os.read(parent, 65536)
+        os.write(parent, b"\x03")
+        while True:
+            try:
+                more = os.read(parent, 65536)
+            except OSError:  # the other side is closed
+                break
+            seen += more
+        assert watching.wait(timeout=20) == 130
+        assert seen.index(b"\x1b[?1049h") < seen.index(b"relay-2") < seen.index(b"\x1b[?1049l")
+        assert seen.count(b"\x1b[?25h") == 1 and watching.stderr is not None and watching.stderr.read() == b""
+    finally:
+        if watching.poll() is None:
+            watching.kill()
+        watching.wait()
+        os.close(parent)
+
+
+def _own_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+# --- trainer status -----------------------------------------------------------------------------------------------
+
+
+def test_status_of_a_run_that_never_ran_says_how_to_start_it(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", thresholds=NOISE)
+    script = str(Path(sys.executable).with_name("trainer"))
+    done = subprocess.run([script, "status", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    for command in ("trainer serve run/run.toml", "trainer learn run/run.toml", "shardcast publish run"):
+        assert command in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_status_as_json_tells_who_waits_for_what() -> None:
+    shown = picture()
+    shown.status["nodes"][2] |= {"activity": "waiting for a lease", "waits_for": "next weights"}
+    whole = json.loads(json.dumps(as_object(shown)))
+    assert whole["waiting_for"].startswith("96 of 128 rollouts for batch 60")
+    assert whole["now"].startswith("nodes sample") and whole["phase"] == "running"
+    (waiting,) = [one for one in whole["processes"] if one["name"] == "node-0"]
+    assert waiting["doing"] == "waits for next weights" and waiting["health"] == "alive"
+    assert [one["name"] for one in whole["processes"]][:5] == ["coordinator", "learner", "origin", "relay-1", "relay-2"]
+
+
+# --- the end ------------------------------------------------------------------------------------------------------
+
+SUMMARY: dict[str, Any] = {
     "steps": 150, "reward_first": 0.12, "reward_last": 0.88, "seconds": 107.0, "honest_verified": 21220,
     "honest_rejected": 0, "rollouts_accepted": 21224, "bytes_sent": 1 << 30, "peak_pss_mib": 3586.0,
     "rollouts_pending": 2, "rollouts_inconclusive": 0,
@@ -149,19 +273,32 @@ SUMMARY = {
 }  # fmt: skip
 
 
-def test_the_summary_can_be_read_and_its_commands_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_summary_can_be_read_and_its_commands_copied(tmp_path: Path) -> None:
     run_dir = tmp_path / ("a long name with spaces " * 4).strip() / "[bold]run"
     out = io.StringIO()
     print_summary(SUMMARY, run_dir, out)
     lines = out.getvalue().splitlines()
     assert f"  verifier audit '{run_dir}'" in lines
-    assert all(len(line) <= 80 for line in lines if not line.startswith("  ") or "commands" in line)
-    assert any(
-        line.startswith("small-model 4 of 4 dishonest rollouts caught, one after 5 tokens; suspended") for line in lines
-    )
-    assert any("sent nothing; the node is never joined" in line for line in lines)
+    assert all(len(line) <= 80 for line in lines if str(run_dir) not in line)
+    assert "reward       0.12 -> 0.88 in 150 steps, 1:47" in lines
+    assert "honest nodes 21,220 rollouts checked, none rejected" in lines
+    assert "dishonest    1 of 2 caught and suspended" in lines
+    assert any("small-model  4 of 4 dishonest rollouts caught, after 5 tokens" in line for line in lines)
+    assert any("replay       sent nothing; the node is never joined" in line for line in lines)
     assert any("2 rollouts open" in line for line in lines)
+    assert sum(line.startswith("  ") and not line.startswith("   ") for line in lines) == 5, "2 fates, 3 commands"
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_rejected_honest_rollout_is_called_a_bug() -> None:
+    text = "\n".join(map(plain, summary_lines({**SUMMARY, "honest_rejected": 3, "cheats": {}}, "runs/x")))
+    assert "3 REJECTED: that is a bug, please report it" in text and "dishonest" not in text
+
+
+def test_an_interrupted_demo_says_how_it_goes_on() -> None:
+    text = "\n".join(map(plain, interrupted_lines("runs/x", 41, 150)))
+    for words in ("at step 41 of 150", "trainer demo --resume runs/x", "verifier audit runs/x"):
+        assert words in text, words
 
 
 def test_paths_are_shown_as_one_would_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,8 @@ def _config_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _status_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="RUN", help="run directory, or its run.toml")
+    parser.add_argument("config", type=Path, metavar="RUN", help="run directory, or its run.toml; live or stopped")
+    parser.add_argument("--watch", action="store_true", help="keep looking until the run is over (Ctrl-C ends it)")
 
 
 def _init_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,11 +181,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from trainer import status
+    from trainer import show
 
-    picture = status.read_status(_load(args).run_dir)
-    sys.stdout.write(json.dumps(picture) + "\n" if args.json else status.as_text(picture))
-    return 0
+    return show.show(_load(args).run_dir, watch=args.watch, as_json=args.json)
 
 
 if __name__ == "__main__":

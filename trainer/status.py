@@ -1,22 +1,39 @@
-"""status.json: where a run stands, about once a second, for people and views. No decision reads it."""
+"""status.json: where a run stands, about once a second, for people and views. No decision reads it.
+
+    run, time, began, pid     which run, when written, since when and by which process (Unix seconds)
+    step, steps               newest published step, and the run's last
+    phase                     `starting`, `waiting for weights`, `running`, `draining`, `finished` or `stopped`
+    waits_for                 what the run as a whole waits for, in words
+    heartbeat_s               how often members report; three missing ones make a member quiet
+    nodes[]                   key, peer_id, name, role, state, reason, step, accepted, rejected, inconclusive,
+                              last_seen_s (null: not heard since `began`), activity, done, waits_for, parent (hex key
+                              of the relay it pulls from, or `origin`), bytes_up (rollouts), bytes_sent (a relay's)
+    rollouts, batches, leases_open, ledger_entries, ledger_problems, http_fallbacks, host_restarts, staleness_mean
+    recent_events[]           time and text
+
+Not covered: the learner and the origin, which are processes of their own (`trainer.picture` looks at their files).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from protocol.commands import os_error_in_words, printable
-from protocol.errors import UsageError
+from protocol.commands import os_error_in_words
 from protocol.identity import peer_id_text
 from protocol.state import NodeState
 from shardcast.heads import replace_file
+from trainer import waiting
 from trainer.book import Book
 from trainer.members import Members
-from trainer.news import News, in_words
+from trainer.news import News
 
 
 @dataclass
@@ -46,7 +63,15 @@ class StatusWriter:
     counters: Callable[[], tuple[int, int]]
     """(HTTP fallbacks, host restarts) so far."""
     staleness: Staleness = field(default_factory=Staleness)
+    parent: Callable[[bytes], str] = lambda key: ""
+    """Hex key of the relay a member is to pull from first, or `origin`; empty when nobody planned it."""
+    relayed: Callable[[bytes], int | None] = lambda key: None
+    """Bytes of weights a relay says it sent; None when it did not say."""
+    began: float = field(default_factory=time.time)
     _unwritable: bool = False
+    _counted: int = 0
+    """Submissions whose bytes are in `_bytes_up`."""
+    _bytes_up: Counter[bytes] = field(default_factory=Counter)
 
     def write(self, phase: str) -> None:
         """Replace status.json with the present. A disk that refuses is said once; it never ends the coordinator."""
@@ -68,13 +93,21 @@ class StatusWriter:
             if outcome.status == "pending"
         )
         fallbacks, restarts = self.counters()
+        validators = len(self.members.validators())
+        for submission in islice(state.submissions.values(), self._counted, None):
+            self._counted += 1
+            self._bytes_up[submission.owner] += submission.intent.length
         return {
             "run": self.book.run.id.hex(),
             "time": time.time(),
+            "began": self.began,
+            "pid": os.getpid(),
             "step": 0 if state.newest_policy is None else state.newest_policy.step,
             "steps": self.book.run.manifest.steps,
             "phase": phase,
-            "nodes": [self._node(node) for node in state.nodes.values()],
+            "waits_for": waiting.next_batch(state, window),
+            "heartbeat_s": self.book.run.manifest.leases.heartbeat_ms / 1000,
+            "nodes": [self._node(node, validators) for node in state.nodes.values()],
             "rollouts": {
                 "accepted": counts.get("accepted", 0),
                 "rejected": counts.get("rejected", 0),
@@ -92,7 +125,7 @@ class StatusWriter:
             "recent_events": list(self.news.events),
         }
 
-    def _node(self, node: NodeState) -> dict[str, Any]:
+    def _node(self, node: NodeState, validators: int) -> dict[str, Any]:
         session = self.members.sessions.get(node.key)
         heard = None if session is None else round(self.members.monotonic() - session.heard, 1)
         return {
@@ -107,58 +140,10 @@ class StatusWriter:
             "reason": node.reason,
             "last_seen_s": heard,
             "step": 0 if session is None else session.step,
+            "activity": "" if session is None else session.activity,
+            "done": 0 if session is None else session.done,
+            "waits_for": waiting.member(self.book.state, self.book.window, node, validators),
+            "parent": self.parent(node.key),
+            "bytes_up": self._bytes_up[node.key],
+            "bytes_sent": self.relayed(node.key),
         }
-
-
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """The last status a coordinator wrote.
-
-    Raises:
-        UsageError: none was written yet.
-    """
-    path = run_dir / "status.json"
-    try:
-        picture: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as exc:
-        raise UsageError(f"{path} does not exist; start the coordinator: trainer serve {run_dir}/run.toml") from exc
-    except (OSError, ValueError) as exc:
-        raise UsageError(f"{path} cannot be read ({exc}); the coordinator writes a new one within a second") from exc
-    return picture
-
-
-def as_text(picture: dict[str, Any]) -> str:
-    """The status for a person."""
-    rollouts = picture["rollouts"]
-    lines = [
-        f"run {picture['run'][:16]}  step {picture['step']}/{picture['steps']}  {picture['phase']}"
-        f"  (written {max(0.0, time.time() - picture['time']):.0f} s ago)",
-        "rollouts: " + ", ".join(f"{count} {name}" for name, count in rollouts.items()),
-        f"{'node':<20} {'role':<10} {'state':<10} {'accepted':>8} {'rejected':>8} {'heard':>8}  why",
-    ]
-    for node in sorted(picture["nodes"], key=by_role):
-        heard = "-" if node["last_seen_s"] is None else f"{node['last_seen_s']:.0f} s"
-        samples = node["role"] == "inference"  # who samples nothing has no standing to lose
-        state, accepted, rejected = (node["state"], node["accepted"], node["rejected"]) if samples else ("", "", "")
-        line = (
-            f"{printable(node['name'])[:20]:<20} {node['role']:<10} {state:<10} {accepted:>8} "
-            f"{rejected:>8} {heard:>8}  {printable(why(node['reason']))}"
-        )
-        lines.append(line.rstrip())
-    if picture["recent_events"]:
-        lines.append("lately:")
-    lines += [f"  {printable(event['text'])}" for event in picture["recent_events"][-5:]]
-    return "\n".join(lines) + "\n"
-
-
-_ORDER = {"inference": 0, "validator": 1, "relay": 2}
-
-
-def by_role(node: Mapping[str, Any]) -> tuple[int, str]:
-    """Sort key of a node in status.json: those that sample first, then those that check, then those that carry."""
-    return _ORDER.get(node["role"], 9), node["name"]
-
-
-def why(reason: str) -> str:
-    """A node's reason as code and plain words; empty for none."""
-    words = in_words(reason)
-    return reason if words == reason else f"{reason}: {words}"
