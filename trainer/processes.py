@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol.files import write_atomic
@@ -34,6 +34,10 @@ class Child:
     command: list[str]
     process: subprocess.Popen[bytes]
     log: Path
+    role: str = ""
+    """For whoever shows it: `coordinator`, `relay`, `engine`, ..."""
+    since: float = field(default_factory=time.time)
+    """Unix time of its start."""
     reported: bool = False
 
     @property
@@ -63,7 +67,7 @@ class Fleet:
         self._marks = {RUN_MARK: run, **(environment or {})}
         logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, name: str, command: list[str]) -> Child:
+    def start(self, name: str, command: list[str], role: str = "") -> Child:
         """Start one child in a session of its own, its output appended to `logs/<name>.log`."""
         log = self.logs / f"{name}.log"
         with log.open("ab") as out:
@@ -76,7 +80,7 @@ class Fleet:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        child = Child(name, command, process, log)
+        child = Child(name, command, process, log, role)
         self.children.append(child)
         self._write_commands()
         return child
@@ -97,6 +101,14 @@ class Fleet:
         for child in ended:
             child.reported = True
         return ended
+
+    def dismiss(self, name: str) -> None:
+        """Ask a child to end because nobody needs it any more; its end is no news."""
+        for child in self.children:
+            if child.name == name:
+                child.reported = True
+                if child.exit_code is None:
+                    _signal(child.process.pid, signal.SIGTERM)
 
     def sample_memory(self) -> float:
         """Proportional set size of every process of the run, MiB; remembers the peak."""

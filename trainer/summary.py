@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
 from protocol import codec
 from protocol.errors import ProtocolError
 from protocol.manifest import Run, open_manifest
-from protocol.records import REJECT, Submission, VerdictDetails
+from protocol.records import VerdictDetails
 from protocol.segments import read_segments
 from protocol.state import RunState, SubmissionState, fold
+from trainer.fates import fate, rejected
 
 WINDOW = 10
 """Steps averaged for `reward_first` and `reward_last`; fixed by the summary's definition."""
@@ -73,7 +72,7 @@ def summarise(run_dir: Path, witness: Witness | None = None) -> dict[str, Any]:
     steps_seen = sorted(rewards)
     counts = _count(state.submissions.values())
     status = _read_json(run_dir / "status.json")
-    sent, full = _traffic(run_dir)
+    traffic = _traffic(run_dir)
     return {
         "steps": max((row["step"] + 1 for row in metrics), default=0),
         "reward_first": _mean(r for s in steps_seen[:WINDOW] for r in rewards[s]),
@@ -87,10 +86,11 @@ def summarise(run_dir: Path, witness: Witness | None = None) -> dict[str, Any]:
             1 for index, rollout in state.trained if state.submissions[index].outcomes[rollout].status != "accepted"
         ),
         "honest_verified": sum(len(s.outcomes) for s in honest if s.verdicts),
-        "honest_rejected": sum(_rejections(s) for s in honest),
-        "cheats": {kind: _fate(run_dir, state, key, log) for kind, (key, log) in sorted(witness.cheats.items())},
-        "bytes_full": full,
-        "bytes_sent": sent,
+        "honest_rejected": sum(len(rejected(s)) for s in honest),
+        "cheats": {kind: fate(run_dir, state, kind, key, log) for kind, (key, log) in sorted(witness.cheats.items())},
+        "bytes_full": sum(full for _, full in traffic.values()),
+        "bytes_sent": sum(sent for sent, _ in traffic.values()),
+        "bytes_sent_by": {name: sent for name, (sent, _) in sorted(traffic.items())},
         "http_fallbacks": int(status.get("http_fallbacks", 0)),
         "trainer_idle_share": _mean(row["idle_share"] for row in metrics if "idle_share" in row),
         "staleness_mean": _mean(row["staleness_mean"] for row in metrics if "staleness_mean" in row),
@@ -118,10 +118,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _traffic(run_dir: Path) -> tuple[int, int]:
-    """Weight bytes sent by origin and relays, and what full checkpoints to the same receivers would have cost."""
-    stats = [_read_json(path) for path in sorted(run_dir.glob("**/stats.json"))]
-    return sum(int(s.get("bytes_sent", 0)) for s in stats), sum(int(s.get("bytes_full", 0)) for s in stats)
+def _traffic(run_dir: Path) -> dict[str, tuple[int, int]]:
+    """Per origin and relay: weight bytes sent, and what full checkpoints to the same receivers would have cost."""
+    files = {"origin": run_dir / "published" / "stats.json"}
+    files |= {path.parents[3].name: path for path in run_dir.glob("nodes/*/runs/*/relay/stats.json")}
+    stats = {name: _read_json(path) for name, path in files.items()}
+    return {name: (int(s.get("bytes_sent", 0)), int(s.get("bytes_full", 0))) for name, s in stats.items() if s}
 
 
 def _count(submissions: Iterable[SubmissionState]) -> dict[str, int]:
@@ -130,17 +132,6 @@ def _count(submissions: Iterable[SubmissionState]) -> dict[str, int]:
         for outcome in submission.outcomes:
             counts[outcome.status] += 1
     return counts
-
-
-def _rejections(submission: SubmissionState) -> int:
-    """Rollouts that any validator rejected, whatever was decided afterwards."""
-    rejected = {
-        position
-        for verdict in submission.verdicts.values()
-        for position, outcome in enumerate(verdict.verdict.outcomes)
-        if outcome.outcome == REJECT
-    }
-    return len(rejected)
 
 
 def _rewards_by_step(run_dir: Path, state: RunState, submissions: list[SubmissionState]) -> dict[int, list[float]]:
@@ -165,43 +156,3 @@ def _details(run_dir: Path, submission: SubmissionState) -> VerdictDetails | Non
         return codec.decode(VerdictDetails, path.read_bytes())
     except (OSError, ProtocolError):  # a damaged archive is the audit's business; the summary counts what is there
         return None
-
-
-def _fate(run_dir: Path, state: RunState, key: bytes, log: Path) -> dict[str, Any]:
-    """What became of one node that was told to misbehave, by its own log and the public ledger."""
-    truth = {row["request_id"]: bool(row["dishonest"]) for row in read_metrics(log) if "request_id" in row}
-    node = state.nodes.get(key)
-    fate: dict[str, Any] = {
-        "submitted": 0,
-        "dishonest": 0,
-        "identical": 0,
-        "caught": 0,
-        "first_caught_after_tokens": None,
-        "node_state": node.state if node else "never joined",
-    }
-    tokens = 0
-    for submission in sorted((s for s in state.submissions.values() if s.owner == key), key=lambda s: s.index):
-        lease = state.leases[submission.lease_id].lease
-        lengths = _token_counts(run_dir, submission)
-        for position, outcome in enumerate(submission.outcomes):
-            task, sample = lease.tasks[position // lease.samples], position % lease.samples
-            dishonest = truth.get(f"{submission.lease_id.hex()}:{task}:{sample}", False)
-            tokens += lengths[position] if position < len(lengths) else 0
-            fate["submitted"] += 1
-            fate["dishonest" if dishonest else "identical"] += 1
-            if dishonest and outcome.status == "rejected":
-                fate["caught"] += 1
-                if fate["first_caught_after_tokens"] is None:
-                    fate["first_caught_after_tokens"] = tokens
-    return fate
-
-
-def _token_counts(run_dir: Path, submission: SubmissionState) -> list[int]:
-    path = run_dir / "submissions" / f"{submission.lease_id.hex()}.hws"
-    try:
-        raw = zstandard.ZstdDecompressor().decompress(
-            path.read_bytes(), max_output_size=max(1, submission.intent.raw_length), allow_extra_data=False
-        )
-        return [len(rollout.tokens) // 4 for rollout in codec.decode(Submission, raw).rollouts]
-    except (OSError, zstandard.ZstdError, ProtocolError):  # what cannot be read has no tokens to count
-        return []
