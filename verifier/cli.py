@@ -101,7 +101,7 @@ def _audit(args: argparse.Namespace) -> int:
     from verifier.audit import Options, audit
     from verifier.progress import bar
 
-    with bar("deriving verdicts again", quiet=args.json) as progress:
+    with bar("checking", "rollouts", quiet=args.json) as progress:
         report = audit(args.run, Options(args.rollout, args.fraction, args.seed), progress)
     _print(json.dumps(report.to_json()) if args.json else "\n".join(report.lines()))
     return report.exit_code
