@@ -199,3 +199,19 @@ def test_a_rollout_costs_less_than_a_millisecond() -> None:
     for _ in range(3):
         toploc.verify_many(many, toploc.build_many(many), GATE)
     assert (time.process_time() - start) / 3 / len(many) < 1e-3
+
+
+def test_the_field_arithmetic_in_floats_is_exact_at_its_bounds() -> None:
+    """Remainders of multiples of p and their neighbours up to 2^47, and the largest sums a proof can need."""
+    rng = np.random.default_rng(0)
+    quotients = np.concatenate([np.arange(70_000), rng.integers(0, (1 << 47) // P - 1, 200_000)])
+    for offset in (0, 1, P - 1, P // 2):
+        for sign in (1, -1):
+            whole = sign * (quotients * P + offset)
+            assert np.array_equal(toploc._rem(whole.astype(np.float64)), (whole % P).astype(np.float64))
+    half = P // 2
+    for m in (np.full(128, half), np.full(128, half + 1), rng.integers(0, P, 128), np.tile([half, half + 1], 64)):
+        for s in (np.full(128, half), np.full(128, P - 1), rng.integers(0, P, 128), np.tile([half + 1, half], 64)):
+            exact = [sum(int(m[k + j]) * int(s[j]) for j in range(128 - k)) % P for k in range(128)]
+            ours = toploc._correlate(m.astype(np.float64), s.astype(np.float64))
+            assert ours.tolist() == exact
