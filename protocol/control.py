@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from protocol.chain import Chain, split_updates
 from protocol.clock import Clock
 from protocol.envelope import Envelope, open_envelope, parse, seal
 from protocol.errors import DecodeError, EnvelopeError, ProtocolError, ReasonCode, TransportError
@@ -35,7 +36,7 @@ from protocol.limits import (
     MIB,
     REQUEST_DEADLINE_S,
 )
-from protocol.manifest import MANIFEST_KIND, Run, open_manifest
+from protocol.manifest import MANIFEST_KIND, Run
 from protocol.records import ErrorReply, JoinReply, JoinRequest
 from protocol.sequences import SequenceGuard, Sequences
 
@@ -43,7 +44,16 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
-__all__ = ["Clock", "ControlClient", "ControlFrame", "ControlServer", "Member", "fetch_manifest", "read_bounded"]
+__all__ = [
+    "Clock",
+    "ControlClient",
+    "ControlFrame",
+    "ControlServer",
+    "Member",
+    "fetch_chain",
+    "fetch_manifest",
+    "read_bounded",
+]
 
 R = TypeVar("R")
 JOIN = "join"
@@ -61,8 +71,8 @@ _RETRIED = frozenset({ReasonCode.UNREACHABLE, ReasonCode.BUSY, ReasonCode.TOO_SL
 logger = logging.getLogger("headwater.control")
 
 
-async def fetch_manifest(host: HostProcess, address: str, deadline_s: float, expect: bytes | None) -> Run:
-    """Ask a peer for its run's manifest and check it; the first thing a stranger does.
+async def fetch_chain(host: HostProcess, address: str, deadline_s: float, expect: bytes | None) -> Chain:
+    """Ask a peer for its run's manifest chain and check it; the first thing a stranger does.
 
     Args:
         address: multiaddr of a coordinator, with /p2p/.
@@ -70,10 +80,15 @@ async def fetch_manifest(host: HostProcess, address: str, deadline_s: float, exp
 
     Raises:
         TransportError: not reachable within the deadline.
-        ManifestError: the manifest does not hold, or is another run's.
+        ManifestError: the manifest or a later link does not hold, or is another run's.
     """
     reply = await host.request(address, ControlFrame(MANIFEST_KIND, b""), deadline_s, dial_s=deadline_s)
-    return open_manifest(reply.envelope, expect)
+    return Chain.walk(reply.envelope, split_updates(reply.attachment), expect)
+
+
+async def fetch_manifest(host: HostProcess, address: str, deadline_s: float, expect: bytes | None) -> Run:
+    """The genesis manifest alone; see `fetch_chain`."""
+    return (await fetch_chain(host, address, deadline_s, expect)).genesis
 
 
 class ControlClient:
@@ -275,6 +290,9 @@ class ControlServer:
         self, *, run: Run, identity: Identity, sequences: Sequences, guard: SequenceGuard, clock: Clock
     ) -> None:
         self.run = run
+        self.updates = b""
+        """The manifest chain's later links (`chain.pack_updates`), sent along with the manifest: whoever comes with a
+        share code of new addresses can't find them in the genesis manifest."""
         self.http_fallbacks = 0
         self.refused: dict[str, int] = {}
         """How many requests were answered with an error, by code."""
@@ -292,7 +310,7 @@ class ControlServer:
     async def handle(self, transport_key: bytes, frame: ControlFrame) -> ControlFrame:
         """Answer one frame. `transport_key` is the Noise-proven key of the connection, or empty over HTTP."""
         if frame.kind == MANIFEST_KIND:
-            return ControlFrame(f"{MANIFEST_KIND}.reply", self.run.envelope.raw)
+            return ControlFrame(f"{MANIFEST_KIND}.reply", self.run.envelope.raw, self.updates)
         member, before = None, 0
         try:
             member, before = self._admit(transport_key, frame)
