@@ -66,7 +66,7 @@ def test_init_says_what_to_type_next_and_how_validators_are_admitted(tmp_path: P
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--cheats", "laziness"], "no such kind; there are quantised, small-model, reward, replay"),
+        (["--cheats", "laziness"], "no such kind; there are best-of-n, dropper, easy-tasks"),
         (["--nodes", "0"], "--nodes 0 is out of range"),
         (["--steps", "0"], "--steps 0 is out of range"),
         (["--seed", "-1"], "--seed -1 is out of range"),

@@ -106,8 +106,10 @@ def _init_arguments(parser: argparse.ArgumentParser) -> None:
 def _init(args: argparse.Namespace) -> int:
     from protocol.errors import ProtocolError
     from protocol.identity import parse_peer_id
+    from trainer import preflight
     from trainer.init import make_run
 
+    preflight.init(args.preset, args.dir)
     try:
         validators = [parse_peer_id(text) for text in args.validator]
         relays = [parse_peer_id(text) for text in args.relay]
@@ -155,15 +157,17 @@ def _load(args: argparse.Namespace) -> RunConfig:
 
 def _serve(args: argparse.Namespace) -> int:
     config = _load(args)
-    from trainer import coordinator
+    from trainer import coordinator, preflight
 
+    preflight.serve(config.model.preset, config.run_dir)
     return coordinator.main(config, as_json=args.json)
 
 
 def _learn(args: argparse.Namespace) -> int:
     config = _load(args)
-    from trainer import learner
+    from trainer import learner, preflight
 
+    preflight.learn(config.model.preset, config.run_dir)
     return learner.main(config, as_json=args.json)
 
 

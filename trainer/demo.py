@@ -2,14 +2,16 @@
 
 It prepares a run directory, starts every role by the command a person would type, watches until the run has
 finished, and sums up. It takes no part in the run: learning, leasing, checking and suspending happen in the
-processes it started, and everything it reports comes from the files they leave.
+processes it started, and everything it reports comes from the files they leave. `--resume` starts the same processes
+again on a run that was interrupted.
+
+Not covered: who the dishonest nodes are and when they join (`trainer.deceivers`), the run directory (`trainer.init`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import signal
 import sys
@@ -22,46 +24,70 @@ from typing import Any
 
 from protocol.errors import HeadwaterError, UsageError
 from protocol.files import write_atomic
-from protocol.identity import load_or_create_identity
+from trainer.deceivers import AT_ONCE, KINDS, Arrivals, kinds_of, processes_of
 
-KINDS = ("quantised", "small-model", "reward", "replay")
 _STARTUP_S = 180.0
 _STALL_S = {"tiny": 120.0, "smollm2": 600.0}
 _NEWS_S = 2.0
 """status.json is about a second old: told earlier, a node's end would come before the reason for it."""
-_NEED_MIB = {"tiny": (4500, 1024), "smollm2": (12000, 24576)}
-"""Memory and disk that a demo needs at least, MiB."""
+_STEPS = {"tiny": 150, "smollm2": 30}
+_STEPS_ALL = {"tiny": 300, "smollm2": 60}
+"""With more dishonest kinds than may be in the run together: the last of them need time to join and to be caught."""
+_ESSENTIAL = ("coordinator", "learner", "origin")
+_COULD_NOT_START = 2
+"""Exit code of a command that no repetition helps."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's options; kept apart so that `--help` imports nothing heavy."""
-    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="what to train (default: tiny)")
+    parser.add_argument("--model", choices=("tiny", "smollm2"), default=None, help="what to train (default: tiny)")
     parser.add_argument(
         "--environments", default=None, metavar="NAME", help="reverse, sort or rotate (tiny), addition (smollm2)"
     )
-    parser.add_argument("--steps", type=int, default=None, help="RL steps (default: 150 tiny, 30 smollm2)")
-    parser.add_argument("--nodes", type=int, default=3, help="honest inference nodes (default: 3)")
-    parser.add_argument("--cheats", default="", metavar="KIND,..", help=f"dishonest nodes: {', '.join(KINDS)}, or all")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=None,
+        help=f"RL steps (default: {_STEPS['tiny']} tiny, {_STEPS['smollm2']} smollm2; twice that with many --cheats)",
+    )
+    parser.add_argument("--nodes", type=int, default=None, help="honest inference nodes (default: 3)")
+    parser.add_argument(
+        "--cheats", default=None, metavar="KIND,..", help=f"dishonest nodes: {', '.join(sorted(KINDS))}, or all"
+    )
     parser.add_argument("--dir", type=Path, default=None, metavar="DIR", help="where the run's archive goes")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the learner and the tasks")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the learner and the tasks (default: 0)")
+    parser.add_argument("--resume", type=Path, default=None, metavar="DIR", help="go on with an interrupted demo")
     parser.add_argument("--json", action="store_true", help="print only the summary object")
 
 
 @dataclass
 class Stage:
-    """Everything one demo has set up."""
+    """One sitting of one demo."""
 
     run_dir: Path
-    model: str
-    steps: int
+    plan: Any
+    """`trainer.staging.Plan`."""
     quiet: bool
     sockets: Path
     """A short folder for engine sockets: a Unix socket's path may have 107 bytes, a run directory's more."""
+    arrivals: Arrivals
     began: float = field(default_factory=time.time)
-    cheats: dict[str, tuple[bytes, Path]] = field(default_factory=dict)
-    interrupted: bool = False
+    stops: list[int] = field(default_factory=list)
+    """Signals that asked it to end."""
     notes: list[tuple[float, str]] = field(default_factory=list)
     """Seconds since the start, and a sentence for the person who watches."""
+
+    def note(self, text: str, alarm: bool = False) -> None:
+        """Tell whoever watches; an alarm also reaches whoever reads only stderr."""
+        self.notes.append((time.time() - self.began, text))
+        if alarm and self.quiet:
+            sys.stderr.write(f"demo: {text}\n")
+            sys.stderr.flush()
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
 
 def main(args: argparse.Namespace) -> int:
@@ -69,37 +95,34 @@ def main(args: argparse.Namespace) -> int:
     from trainer.processes import Fleet
     from trainer.view import View, display_path
 
-    stage = _prepare(args)
-    stops: list[int] = []
+    stage = _reopen(args) if args.resume is not None else _prepare(args)
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        stops.append(number)
+        stage.stops.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     begun = time.monotonic()
-    _say(stage, f"making the run in {display_path(stage.run_dir)}")
     finished = False
     try:
-        run_id = _make_run(stage, args)
+        if args.resume is None:
+            stage.say(f"making the run in {display_path(stage.run_dir)}")
+            run_id = _make_run(stage)
+        else:
+            stage.say(f"going on with the run in {display_path(stage.run_dir)}")
+            run_id = _run_id(stage.run_dir)
         fleet = Fleet(run_id, stage.run_dir / "logs", _environment())
         try:
             with View(quiet=stage.quiet) as view:
-                _start_everything(stage, fleet, args)
-                finished = _watch(stage, fleet, view, args.nodes, begun, stops)
-            _say(stage, "stopping every process of the run")
+                if not stage.stops:
+                    _start_everything(stage, fleet)
+                    finished = _watch(stage, fleet, view)
+            stage.say("stopping every process of the run")
         finally:
             fleet.stop()
     finally:
         shutil.rmtree(stage.sockets, ignore_errors=True)
-    stage.interrupted = bool(stops)
     return _conclude(stage, fleet, finished, time.monotonic() - begun)
-
-
-def _say(stage: Stage, text: str) -> None:
-    if not stage.quiet:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
 
 
 # --- before -------------------------------------------------------------------------------------------------------
@@ -107,99 +130,72 @@ def _say(stage: Stage, text: str) -> None:
 
 def _prepare(args: argparse.Namespace) -> Stage:
     """Check what can be checked before anything is written or started."""
+    from trainer import preflight
     from trainer.init import check_environments
+    from trainer.staging import Plan, empty_directory
 
-    kinds = _kinds(args.cheats)
-    if args.nodes < 1 or args.nodes > 64:
-        raise UsageError(f"--nodes {args.nodes} is out of range; give 1 to 64")
-    steps = args.steps if args.steps is not None else {"tiny": 150, "smollm2": 30}[args.model]
+    model = args.model or "tiny"
+    kinds = kinds_of(args.cheats or "")
+    nodes = 3 if args.nodes is None else args.nodes
+    if nodes < 1 or nodes > 64:
+        raise UsageError(f"--nodes {nodes} is out of range; give 1 to 64")
+    usual = _STEPS_ALL if len(kinds) > AT_ONCE else _STEPS
+    steps = usual[model] if args.steps is None else args.steps
     if steps < 1:
         raise UsageError(f"--steps {steps} is out of range; give at least 1")
-    if args.seed < 0:
-        raise UsageError(f"--seed {args.seed} is out of range; give 0 or more")
-    if args.model == "smollm2" and not args.json:
+    seed = args.seed or 0
+    if seed < 0:
+        raise UsageError(f"--seed {seed} is out of range; give 0 or more")
+    if model == "smollm2" and not args.json:
         sys.stdout.write("preparing SmolLM2-135M (about a minute, the first time only)\n")
         sys.stdout.flush()
-    check_environments(args.model, args.environments)
-    _check_memory(args.model)
-    run_dir = _empty_directory((args.dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute())
-    _check_disk(args.model, run_dir)
-    stage = Stage(run_dir, args.model, steps, args.json, Path(tempfile.mkdtemp(prefix="headwater-demo-")))
-    for kind in kinds:
-        home = run_dir / "nodes" / kind
-        key = load_or_create_identity(home / "identity.pem").public
-        stage.cheats[kind] = (key, home / "own-log.jsonl")
-    return stage
+    check_environments(model, args.environments)
+    place = (args.dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
+    preflight.demo(model, nodes, min(len(kinds), AT_ONCE), steps, place)
+    run_dir = empty_directory(place)
+    plan = Plan(model, args.environments, steps, nodes, seed, kinds)
+    return Stage(run_dir, plan, args.json, Path(tempfile.mkdtemp(prefix="headwater-demo-")), Arrivals(list(kinds)))
 
 
-def _empty_directory(run_dir: Path) -> Path:
-    """Make the run's directory, or take an empty one. Raises UsageError for anything else, OSError if it can't."""
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UsageError(f"{run_dir} is a file; give another --dir")
-    if run_dir.is_dir() and any(run_dir.iterdir()):
-        fix = (
-            f"or continue that run with: trainer serve {shlex.quote(str(run_dir / 'run.toml'))}"
-            if (run_dir / "run.toml").exists()
-            else "or empty it"
-        )
-        raise UsageError(f"{run_dir} is not empty; give another --dir, {fix}")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir
+def _reopen(args: argparse.Namespace) -> Stage:
+    """The stage of an interrupted demo: everything about it is in its directory."""
+    from trainer import preflight
+    from trainer.staging import reopen, suspended
+
+    fixed = ("model", "environments", "steps", "nodes", "cheats", "dir", "seed")
+    given = [name for name in fixed if getattr(args, name) is not None]
+    if given:
+        raise UsageError(f"--resume takes a demo as it was started; leave out --{', --'.join(given)}")
+    run_dir = args.resume.absolute()
+    plan = reopen(run_dir)
+    over = suspended(run_dir, plan.kinds)
+    waiting = [kind for kind in plan.kinds if kind not in over]
+    preflight.demo(plan.model, plan.nodes, min(len(waiting), AT_ONCE), 0, run_dir)
+    return Stage(run_dir, plan, args.json, Path(tempfile.mkdtemp(prefix="headwater-demo-")), Arrivals(waiting))
 
 
-def _kinds(text: str) -> list[str]:
-    kinds = list(KINDS) if text == "all" else [kind for kind in text.split(",") if kind]
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise UsageError(f"--cheats {','.join(unknown)}: no such kind; there are {', '.join(KINDS)}")
-    if kinds and not _programs().is_dir():
-        raise UsageError(
-            "--cheats needs the programs in examples/cheats, which only a clone of the repository has; "
-            "clone it and run `make demo` there, or leave --cheats out"
-        )
-    return list(dict.fromkeys(kinds))
-
-
-def _programs() -> Path:
-    return Path(__file__).resolve().parent.parent / "examples" / "cheats"
-
-
-def _check_disk(model: str, run_dir: Path) -> None:
-    """Refuse to start what could not finish: too little disk. A directory made for it is taken away again."""
-    disk = _NEED_MIB[model][1]
-    free_disk = shutil.disk_usage(run_dir).free >> 20
-    if free_disk < disk:
-        run_dir.rmdir()
-        raise UsageError(f"{run_dir} has {free_disk} MiB free, this demo needs {disk}; give --dir on a larger disk")
-
-
-def _check_memory(model: str) -> None:
-    """Refuse to start what could not finish: too little memory."""
-    memory = _NEED_MIB[model][0]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:") and int(line.split()[1]) >> 10 < memory:
-            raise UsageError(
-                f"{int(line.split()[1]) >> 10} MiB of memory are available, this demo needs {memory}; "
-                "close other programs, or give fewer --nodes"
-            )
-
-
-def _make_run(stage: Stage, args: argparse.Namespace) -> str:
+def _make_run(stage: Stage) -> str:
     from trainer.init import make_run
+    from trainer.staging import RELAYS, VALIDATORS, node_key
 
-    def home_key(name: str) -> bytes:
-        return load_or_create_identity(stage.run_dir / "nodes" / name / "identity.pem").public
-
+    plan, run_dir = stage.plan, stage.run_dir
     run = make_run(
-        stage.run_dir,
-        preset=stage.model,
-        steps=stage.steps,
-        environment=args.environments,
-        seed=args.seed,
-        validators=[home_key("validator-1"), home_key("validator-2")],
-        relays=[home_key("relay-1")],
+        run_dir,
+        preset=plan.model,
+        steps=plan.steps,
+        environment=plan.environments,
+        seed=plan.seed,
+        validators=[node_key(run_dir, name) for name in VALIDATORS],
+        relays=[node_key(run_dir, name) for name in RELAYS],
     )
+    plan.save(run_dir)
     return run.id.hex()
+
+
+def _run_id(run_dir: Path) -> str:
+    from protocol.manifest import open_manifest
+
+    return open_manifest((run_dir / "manifest.hw").read_bytes()).id.hex()
 
 
 def _environment() -> dict[str, str]:
@@ -217,35 +213,41 @@ def _environment() -> dict[str, str]:
 # --- during -------------------------------------------------------------------------------------------------------
 
 
-def _start_everything(stage: Stage, fleet: Any, args: argparse.Namespace) -> None:
+def _start_everything(stage: Stage, fleet: Any) -> None:
     """Each role by the command a person would type."""
-    run_dir, join_file = stage.run_dir, str(stage.run_dir / "join.hw")
-    config = str(run_dir / "run.toml")
+    from trainer.staging import RELAYS, VALIDATORS
 
-    def home(name: str) -> str:
-        return str(run_dir / "nodes" / name)
+    config = str(stage.run_dir / "run.toml")
+    fleet.start("coordinator", [_script("trainer"), "serve", config], "coordinator")
+    fleet.start("learner", [_script("trainer"), "learn", config], "learner")
+    fleet.start("origin", [_script("shardcast"), "publish", str(stage.run_dir)], "origin")
+    for role, names in (
+        ("relay", RELAYS),
+        ("validator", VALIDATORS),
+        ("inference", [f"node-{number}" for number in range(1, stage.plan.nodes + 1)]),
+    ):
+        for name in names:
+            fleet.start(name, [_script("node"), *_join(stage, name, role)], role)
+    _let_in(stage, fleet)
 
-    def join(name: str, role: str, *more: str) -> None:
-        fleet.start(
-            name,
-            [_script("node"), "join", "--role", role, "--run", join_file, "--home", home(name), "--name", name, *more],
-        )
 
-    fleet.start("coordinator", [_script("trainer"), "serve", config])
-    fleet.start("learner", [_script("trainer"), "learn", config])
-    fleet.start("origin", [_script("shardcast"), "publish", str(run_dir)])
-    join("relay-1", "relay")
-    for number in (1, 2):
-        join(f"validator-{number}", "validator")
-    for number in range(1, args.nodes + 1):
-        join(f"node-{number}", "inference")
-    for kind, (_, log) in stage.cheats.items():
-        socket = str(stage.sockets / f"{kind}.sock")
-        program = [sys.executable, str(_programs() / f"{kind}.py"), "--socket", socket, "--truth", str(log)]
-        if kind == "reward" and args.environments in ("sort", "rotate"):
-            program += ["--transform", args.environments]  # the prompt does not say which one is rewarded
-        fleet.start(f"{kind}-engine", program)
-        join(kind, "inference", "--engine-socket", socket)
+def _join(stage: Stage, name: str, role: str = "inference") -> list[str]:
+    home = str(stage.run_dir / "nodes" / name)
+    return ["join", "--role", role, "--run", str(stage.run_dir / "join.hw"), "--home", home, "--name", name]
+
+
+def _let_in(stage: Stage, fleet: Any) -> None:
+    """Start the dishonest nodes whose turn it is."""
+    joining = stage.arrivals.next()
+    for kind in joining:
+        for name, role, command in processes_of(
+            kind, stage.run_dir, stage.sockets, stage.plan.transform, lambda name: _join(stage, name)
+        ):
+            fleet.start(name, command, role)
+    if joining:
+        verb = "joins" if len(joining) == 1 else "join"
+        who = " and ".join(filter(None, [", ".join(joining[:-1]), joining[-1]]))
+        stage.note(f"{who} {verb}, told to misbehave; {stage.arrivals.outlook()}")
 
 
 def _script(name: str) -> str:
@@ -256,23 +258,19 @@ def _script(name: str) -> str:
     return str(path)
 
 
-def _watch(stage: Stage, fleet: Any, view: Any, honest: int, begun: float, stops: list[int]) -> bool:
+def _watch(stage: Stage, fleet: Any, view: Any) -> bool:
     """Look on until the run has finished, somebody interrupts, or nothing moves any more."""
-    from trainer.view import Picture, take_picture
+    from trainer.view import take_picture
 
-    picture = Picture(
-        f"headwater demo: {stage.model}",
-        steps=stage.steps,
-        dishonest=frozenset(key.hex() for key, _ in stage.cheats.values()),
-        notes=stage.notes,
-        members=3 + honest + len(stage.cheats),  # a relay and two validators
-        began=stage.began,
-    )
-    moved, last, measured = begun, (-1, -1), 0.0
+    picture = _picture(stage)
+    moved = time.monotonic()
+    begun, last, measured = moved, None, 0.0
+    first_step: int | None = None
     gone: list[tuple[float, Any]] = []
-    while not stops:
+    while not stage.stops:
         now = time.monotonic()
         picture.seconds = now - begun
+        picture.processes = _processes(fleet)
         view.show(take_picture(stage.run_dir, picture))
         if now - measured > 2.0:
             measured = now
@@ -283,22 +281,65 @@ def _watch(stage: Stage, fleet: Any, view: Any, honest: int, begun: float, stops
                 return True
             gone.append((now, child))
         while gone and now - gone[0][0] > _NEWS_S:
-            stage.notes.append((picture.seconds, _how_it_ended(gone.pop(0)[1], picture)))
+            child = gone.pop(0)[1]
+            stage.note(_how_it_ended(child, picture), alarm=child.exit_code != 0)
+            if child.name in _ESSENTIAL and child.exit_code == _COULD_NOT_START:
+                view.show(picture)
+                return False  # the same command would say the same again
+            _see_off(stage, fleet, child)
         if _coordinator_finished(stage.run_dir):
             view.show(take_picture(stage.run_dir, picture))
             return True
-        position = (picture.step, sum(picture.status.get("rollouts", {}).values()) if picture.status else -1)
-        if picture.sft:
-            position = (*position, picture.sft.get("step"))  # type: ignore[assignment]
+        position = _position(picture)
         if position != last:
             moved, last = now, position
-        limit = _STARTUP_S if picture.step == 0 else _STALL_S[stage.model]
+        first_step = picture.step if first_step is None else first_step
+        limit = _STARTUP_S if picture.step == first_step else _STALL_S[stage.plan.model]
         if now - moved > limit:
-            stage.notes.append((picture.seconds, f"nothing moved for {limit:.0f} s; look into {stage.run_dir}/logs"))
+            stage.note(f"nothing moved for {limit:.0f} s; look into {stage.run_dir}/logs", alarm=True)
             view.show(picture)
             return False
         time.sleep(0.25)
     return False
+
+
+def _picture(stage: Stage) -> Any:
+    from trainer.staging import RELAYS, VALIDATORS, witnesses
+    from trainer.view import Picture, display_path
+
+    plan = stage.plan
+    return Picture(
+        f"headwater demo: {plan.model}",
+        steps=plan.steps,
+        dishonest=frozenset(key.hex() for key, _ in witnesses(stage.run_dir, plan.kinds).values()),
+        kinds=frozenset(plan.kinds),
+        notes=stage.notes,
+        members=len(RELAYS) + len(VALIDATORS) + plan.nodes + len(stage.arrivals.here),
+        began=stage.began,
+        run_dir=display_path(stage.run_dir),
+    )
+
+
+def _processes(fleet: Any) -> dict[str, Any]:
+    from trainer.view import Process
+
+    return {child.name: Process(child.role, child.since, child.exit_code) for child in fleet.children}
+
+
+def _position(picture: Any) -> tuple[Any, ...]:
+    """What changes as long as anything goes on."""
+    decided = sum(picture.status.get("rollouts", {}).values()) if picture.status else -1
+    return picture.step, decided, picture.sft.get("step") if picture.sft else None
+
+
+def _see_off(stage: Stage, fleet: Any, child: Any) -> None:
+    """A dishonest node is gone: its engine leaves with it, and somebody else may come."""
+    if child.name not in stage.arrivals.here:
+        return
+    if child.exit_code == 0:
+        fleet.dismiss(f"{child.name}-engine")
+    stage.arrivals.left(child.name)
+    _let_in(stage, fleet)
 
 
 def _how_it_ended(child: Any, picture: Any) -> str:
@@ -326,26 +367,39 @@ def _coordinator_finished(run_dir: Path) -> bool:
 
 
 def _conclude(stage: Stage, fleet: Any, finished: bool, seconds: float) -> int:
+    from trainer.staging import witnesses
     from trainer.summary import Witness, summarise
-    from trainer.view import print_summary
+    from trainer.view import display_path, print_interrupted, print_summary
 
-    try:
-        summary = summarise(stage.run_dir, Witness(stage.cheats, fleet.peak_pss_mib, seconds))
-    except (HeadwaterError, OSError) as exc:
-        sys.stderr.write(f"the run left no readable ledger: {exc}\nlook into {stage.run_dir}/logs\n")
-        return 130 if stage.interrupted else 1
-    write_atomic(stage.run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
-    if stage.quiet:
-        sys.stdout.write(json.dumps(summary) + "\n")
-    else:
-        print_summary(summary, stage.run_dir)
+    plan, run_dir, interrupted = stage.plan, stage.run_dir, bool(stage.stops)
+    plan.seconds += seconds
+    plan.peak_pss_mib = max(plan.peak_pss_mib, fleet.peak_pss_mib)
+    plan.save(run_dir)
+    resume = f"trainer demo --resume {display_path(run_dir)}"
     left = fleet.leftovers()
     if left:
         sys.stderr.write(f"processes that did not end: {left}; end them with: kill -9 {' '.join(map(str, left))}\n")
-    if stage.interrupted:
-        sys.stderr.write(f"interrupted; the archive so far is whole: verifier audit {stage.run_dir}\n")
+    try:
+        summary = summarise(run_dir, Witness(witnesses(run_dir, plan.kinds), plan.peak_pss_mib, plan.seconds))
+    except (HeadwaterError, OSError) as exc:
+        sys.stderr.write(f"the run left no readable ledger: {exc}\nlook into {run_dir}/logs\ngo on with: {resume}\n")
+        return 130 if interrupted else 1
+    write_atomic(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+    if stage.quiet:
+        sys.stdout.write(json.dumps(summary) + "\n")
+    elif interrupted:
+        print_interrupted(run_dir, summary["steps"], plan.steps)
+    else:
+        print_summary(summary, run_dir)
+    if interrupted:
+        if stage.quiet:
+            sys.stderr.write(f"interrupted; go on with: {resume}\n")
         return 130
     if not finished:
-        sys.stderr.write("\n".join([*(note for _, note in stage.notes[-5:]), "the run did not finish"]) + "\n")
+        told = [] if stage.quiet else [note for _, note in stage.notes[-5:]]
+        sys.stderr.write("\n".join([*told, "the run did not finish", f"go on with: {resume}"]) + "\n")
         return 1
+    absent = [kind for kind, fate in summary["cheats"].items() if fate["node_state"] == "never joined"]
+    if absent:
+        sys.stderr.write(f"{', '.join(absent)} never joined: the run was over before their turn; give more --steps\n")
     return 0
