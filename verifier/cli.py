@@ -98,10 +98,11 @@ def _hex(text: str) -> str:
 
 
 def _audit(args: argparse.Namespace) -> int:
-    from verifier.audit import Options, audit
     from verifier.progress import bar
 
-    with bar("checking", "rollouts", quiet=args.json) as progress:
+    with bar("checking", "rollouts", quiet=args.json) as progress:  # before the imports, which take seconds
+        from verifier.audit import Options, audit
+
         report = audit(args.run, Options(args.rollout, args.fraction, args.seed), progress)
     _print(json.dumps(report.to_json()) if args.json else "\n".join(report.lines()))
     return report.exit_code

@@ -77,7 +77,16 @@ def _drawn(title: str, unit: str, out: TextIO) -> Iterator[Tell]:
     shown: Progress
     with Progress(TextColumn("{task.description}"), BarColumn(), Numbers(), console=console, transient=True) as shown:
         task = shown.add_task(title, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+        known = False
+
+        def tell(done: int, total: int) -> None:
+            nonlocal known
+            if not known:  # the pace counts from here: what came before was loading
+                known = True
+                shown.reset(task, total=total)
+            shown.update(task, completed=done, total=total)
+
+        yield tell
 
 
 def amount(done: int, total: int, unit: str) -> str:
