@@ -1,9 +1,10 @@
 """The relay role: pull weights from the run's sources and serve each shard as soon as it is verified.
 
 The serving and pulling are shardcast's; this is membership around it. The address is announced with the join, and
-the coordinator hands it out only after the relay answered a challenge with its own key.
+the coordinator hands it out only after the relay answered a challenge with its own key. Only children that show the
+coordinator's pass for this relay are served.
 
-Not covered: relays behind NAT, rate limits, children of their own without a grant.
+Not covered: relays behind NAT, rate limits.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class RelayNode:
             member.identity,
             sequences=sequences,
             clock_ms=member.clock.now_ms,
+            passes=lambda: {member.run.manifest.coordinator},
+            report=member.report,
         )
 
     async def start(self) -> str:
@@ -47,8 +50,12 @@ class RelayNode:
         """Serve until cancelled."""
         self._member.activity = "relaying"
         follow = asyncio.create_task(self._server.run_forever())
+        parents: list[str] = []
         try:
             while not follow.done():
+                if self._member.weights != parents:
+                    parents = list(self._member.weights)
+                    self._log.event("relay.parents", urls=parents)
                 if self._server.store.keys:
                     self._member.policy = self._server.store.keys[-1]
                 self._member.done = self._server.server.counters.shards_sent

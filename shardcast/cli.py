@@ -143,7 +143,7 @@ def _serving(run_dir: Path) -> tuple[str, bool]:
     unknown = sorted(set(origin) - {"listen", "open"}) if isinstance(origin, dict) else ["origin"]
     if unknown:
         raise UsageError(f"{path}: origin.{unknown[0]}: unknown key. Whoever edits this file must correct it")
-    listen, everybody = origin.get("listen", ORIGIN_LISTEN), origin.get("open", True)
+    listen, everybody = origin.get("listen", ORIGIN_LISTEN), origin.get("open", False)
     if not isinstance(listen, str):
         raise UsageError(f"{path}: [origin] listen must be text like '127.0.0.1:8100'")
     if not isinstance(everybody, bool):

@@ -222,6 +222,7 @@ class Follower:
     async def _watch(self, address: str) -> None:
         source, health = self.source(address)
         after = self._whole
+        await self._pause(address, health)  # a spare is not asked while the planned parent may answer
         while True:
             try:
                 start = time.monotonic()

@@ -10,7 +10,7 @@
 An honest relay signs the hash it verified on arrival and never hashes its disk again: damage there makes it send bytes
 that its stamp doesn't cover, which costs it children and not its name.
 
-Not covered: what the coordinator does with a report (`trainer.reports`).
+Not covered: what a proof is (`protocol.evidence`), and what the coordinator does with it (`trainer.reports`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import binascii
 from protocol.envelope import open_envelope, seal
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.identity import Identity
-from protocol.records import RelayReport, RelayStamp
+from protocol.records import RelayStamp
 from protocol.sequences import Sequences
 from shardcast.errors import LieError, SourceError
-from shardcast.records import SHARD_KIND, STAMP_KIND, ShardRecord
+from shardcast.records import STAMP_KIND, ShardRecord
 
 STAMP_HEADER = "X-Headwater-Stamp"
 
@@ -70,15 +70,3 @@ def check_stamp(header: str | None, run: bytes, relay: bytes, record: ShardRecor
         )
     if stamp.wire_hash != record.wire_hash:
         raise LieError(address, f"its relay signed other bytes for shard {record.index} than the origin did", raw)
-
-
-def proves(report: RelayReport, run: bytes, origin: bytes) -> bool:
-    """Whether a report is proof by itself: the relay's and the origin's valid signatures over different bytes of one
-    shard. Total: whatever else arrives is False."""
-    try:
-        stamp = open_envelope(report.stamp, run=run, kind=STAMP_KIND, signer=report.relay).record(RelayStamp)
-        shard = open_envelope(report.shard, run=run, kind=SHARD_KIND, signer=origin).record(ShardRecord)
-    except ProtocolError:
-        return False
-    same = (stamp.publication, stamp.index) == (shard.publication, shard.index)
-    return same and stamp.wire_hash != shard.wire_hash

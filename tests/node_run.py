@@ -82,7 +82,9 @@ class Member:
 class NodeRun:
     """A run with validators and a relay admitted, and the processes started for it."""
 
-    def __init__(self, run_dir: Path, steps: int = 50, **overrides: Any) -> None:
+    def __init__(
+        self, run_dir: Path, steps: int = 50, relays: tuple[str, ...] = ("relay-1",), **overrides: Any
+    ) -> None:
         self.dir = run_dir
         self.steps = steps
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -96,7 +98,7 @@ class NodeRun:
             steps=steps,
             environment="word/reverse",
             validators=[key("validator-1"), key("validator-2")],
-            relays=[key("relay-1")],
+            relays=[key(name) for name in relays],
             overrides={**SMALL, **overrides},
             thresholds=STRICT,
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -33,6 +34,7 @@ from protocol.manifest import (
 )
 from shardcast.layout import layout_hash, make_layout
 from shardcast.origin import Origin
+from shardcast.passes import Parent
 from shardcast.puller import Policy, Puller
 from shardcast.relay import RelayServer
 
@@ -52,13 +54,14 @@ class MadeRun:
     run: Run
     origin: Identity
     shapes: dict[str, tuple[int, ...]]
+    coordinator: Identity = field(default_factory=Identity.generate)
 
 
 def make_run(directory: Path, shapes: dict[str, tuple[int, ...]] | int) -> MadeRun:
     """A run directory with manifest and model files; no checkpoints yet."""
     if isinstance(shapes, int):
         shapes = {"embed.weight": (shapes // 4 // 64, 64)}
-    root, origin = Identity.generate(), Identity.generate()
+    root, origin, coordinator = Identity.generate(), Identity.generate(), Identity.generate()
     (directory / "model").mkdir(parents=True)
     (directory / "checkpoints").mkdir()
     files = []
@@ -70,7 +73,7 @@ def make_run(directory: Path, shapes: dict[str, tuple[int, ...]] | int) -> MadeR
         name="weights",
         created=time.time_ns() // 1_000_000,
         root=root.public,
-        coordinator=Identity.generate().public,
+        coordinator=coordinator.public,
         origin=origin.public,
         coordinator_transport=Identity.generate().public,
         control=(),
@@ -91,7 +94,7 @@ def make_run(directory: Path, shapes: dict[str, tuple[int, ...]] | int) -> MadeR
         root, "manifest", manifest, run=run_id_of(manifest), sequence=1, issued_at=manifest.created, lifetime_ms=10**12
     )
     (directory / "manifest.hw").write_bytes(envelope.raw)
-    return MadeRun(directory, open_manifest(envelope.raw), origin, shapes)
+    return MadeRun(directory, open_manifest(envelope.raw), origin, shapes, coordinator)
 
 
 def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
@@ -122,9 +125,9 @@ def write_checkpoint(
 
 
 @asynccontextmanager
-async def publishing(made: MadeRun) -> AsyncIterator[Origin]:
+async def publishing(made: MadeRun, *, open_to_all: bool = True) -> AsyncIterator[Origin]:
     """A real origin that publishes in the background."""
-    origin = Origin(made.directory, identity=made.origin)
+    origin = Origin(made.directory, identity=made.origin, open_to_all=open_to_all)
     await origin.start()
     task = asyncio.create_task(origin.run_forever())
     try:
@@ -136,9 +139,18 @@ async def publishing(made: MadeRun) -> AsyncIterator[Origin]:
 
 
 @asynccontextmanager
-async def relaying(made: MadeRun, sources: list[str], store: Path, keep: int = 8) -> AsyncIterator[RelayServer]:
+async def relaying(
+    made: MadeRun,
+    sources: Sequence[str | Parent],
+    store: Path,
+    keep: int = 8,
+    *,
+    identity: Identity | None = None,
+    kind: type[RelayServer] = RelayServer,
+    **more: Any,
+) -> AsyncIterator[RelayServer]:
     """A real relay that follows in the background."""
-    relay = RelayServer(made.run, sources, "127.0.0.1:0", store, Identity.generate(), keep=keep)
+    relay = kind(made.run, sources, "127.0.0.1:0", store, identity or Identity.generate(), keep=keep, **more)
     await relay.start()
     task = asyncio.create_task(relay.run_forever())
     try:
@@ -150,9 +162,11 @@ async def relaying(made: MadeRun, sources: list[str], store: Path, keep: int = 8
 
 
 @asynccontextmanager
-async def pulling(made: MadeRun, sources: list[str], store: Path, keep: int = 4) -> AsyncIterator[Puller]:
+async def pulling(
+    made: MadeRun, sources: Sequence[str | Parent], store: Path, keep: int = 4, **more: Any
+) -> AsyncIterator[Puller]:
     """A real puller that follows in the background."""
-    puller = Puller(made.run, lambda: sources, store, keep=keep)
+    puller = Puller(made.run, lambda: sources, store, keep=keep, **more)
     task = asyncio.create_task(puller.run_forever())
     try:
         yield puller

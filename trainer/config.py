@@ -90,6 +90,8 @@ class OriginSection(Section):
 
     listen: str = "127.0.0.1:4803"
     """HOST:PORT."""
+    open: bool = False
+    """Serve whoever asks. Otherwise only whom the coordinator sends there: the first relay and the validators."""
 
     @field_validator("listen")
     @classmethod

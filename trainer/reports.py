@@ -50,7 +50,7 @@ class Reports:
     book: Book
     members: Members
     news: News
-    address_of: Callable[[bytes], str | None]
+    address_of: Callable[[bytes], str | None] = field(default=lambda key: None)
     monotonic: Callable[[], float] = time.monotonic
     _complaints: dict[bytes, dict[str, float]] = field(default_factory=dict)
     """Relay -> network -> when."""
