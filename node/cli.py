@@ -17,12 +17,13 @@ from node.home import DEFAULT
 from protocol.commands import fail
 from protocol.errors import HeadwaterError, UsageError
 
-COMMANDS = ("join", "id", "status", "doctor")
+COMMANDS = ("join", "id", "status", "receipts", "doctor")
 ROLES = ("inference", "relay", "validator")
 
 _EPILOG = """examples:
   node join --role inference --run hw1abc...     lend this machine to a run
-  node status                                    what it is doing
+  node status                                    what it is doing, and whom it waits for
+  node receipts --ledger RUN                     whether the run kept what it promised
 Anything else (`node app.js`, `node --version`) goes to Node.js."""
 
 
@@ -87,6 +88,16 @@ def build_parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true")
     status.set_defaults(command=_status)
 
+    receipts = commands.add_parser(
+        "receipts",
+        help="the coordinator's promises, checked against an archive",
+        epilog="example: node receipts --home ~/.headwater --ledger RUN",
+    )
+    _home(receipts)
+    receipts.add_argument("--ledger", type=Path, metavar="RUN", help="a run directory with a sealed ledger")
+    receipts.add_argument("--json", action="store_true")
+    receipts.set_defaults(command=_receipts)
+
     doctor = commands.add_parser("doctor", help="check that this machine can join", epilog="example: node doctor")
     _home(doctor)
     doctor.add_argument("--json", action="store_true")
@@ -129,6 +140,12 @@ def _status(args: argparse.Namespace) -> int:
     from node.status import show_status
 
     return show_status(args.home, as_json=args.json)
+
+
+def _receipts(args: argparse.Namespace) -> int:
+    from node.receipt_check import show_receipts
+
+    return show_receipts(args.home, ledger=args.ledger, as_json=args.json)
 
 
 def _doctor(args: argparse.Namespace) -> int:

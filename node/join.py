@@ -40,7 +40,7 @@ from node.member import UPGRADE_COMMAND, Member
 from node.status import StatusFile
 from node.weights import follow_weights
 from protocol.control import Clock, ControlClient
-from protocol.errors import HeadwaterError, UsageError
+from protocol.errors import HeadwaterError, ManifestError, UsageError
 from protocol.host import HostProcess
 from protocol.identity import Identity
 from protocol.limits import PROTOCOL_VERSION
@@ -167,11 +167,14 @@ async def _take_part(options: JoinOptions, target: Target, home: Home, log: Even
         host = HostProcess(home=home.path, key=home.transport_key, listen=None)
         stack.push_async_callback(host.close)
         await host.start(HOST_DEADLINE_S)
-        genesis = await find_run(target, host, home, log)
+        found = await find_run(target, host, home, log)
+        genesis = found.genesis
         log.bind(run=genesis.id)
         part = home.run(genesis.id)
         session = await stack.enter_async_context(aiohttp.ClientSession(trust_env=False))
         manifest = HeldManifest(genesis, part.path, session=session, log=log, monotonic=options.monotonic)
+        with contextlib.suppress(ManifestError):  # a fork: said and kept aside, and the held chain goes on
+            manifest.take(found.links)
         confirm(manifest.run, target, options, identity, log)
         os.environ[RUN_MARK] = genesis.id.hex()
         sequences, clock = Sequences(part.sequences), Clock(wall=options.wall, monotonic=options.monotonic)

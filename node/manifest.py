@@ -57,6 +57,7 @@ class HeldManifest:
         self._monotonic = monotonic
         self._fetching = asyncio.Lock()
         self._asked = 0.0
+        self._told_fork = False
         self.chain = self._load()
 
     @property
@@ -94,7 +95,7 @@ class HeldManifest:
             failure: ProtocolError = TransportError("no address of the coordinator's HTTP door is known")
             for door in dict.fromkeys(door for door in doors if door):
                 try:
-                    return self._take(split_updates(await self._fetch(door)))
+                    return self.take(split_updates(await self._fetch(door)))
                 except ProtocolError as exc:
                     failure = exc
             raise failure
@@ -112,7 +113,7 @@ class HeldManifest:
             raise TransportError(f"{url} answered HTTP {status}")
         return raw
 
-    def _take(self, links: list[bytes]) -> bool:
+    def take(self, links: list[bytes]) -> bool:
         """Follow a longer chain; True when it is one. Raises ManifestError."""
         chain = Chain.walk(self._genesis.envelope.raw, links, expect=self._genesis.id)
         held = self.chain.updates
@@ -121,10 +122,12 @@ class HeldManifest:
             aside = self._path.with_name("updates-fork.hw")
             write_atomic(aside, pack_updates(links))
             self._log.event("manifest.fork", level="error", links=len(links), path=str(aside))
-            self._log.say(
-                f"WARNING: the run's root signed two different continuations of its manifest; the other one is in "
-                f"{aside}. This node stays with the one it followed; ask the run's operator"
-            )
+            if not self._told_fork:
+                self._log.say(
+                    f"WARNING: the run's root signed two different continuations of its manifest; the other one is in "
+                    f"{aside}. This node stays with the one it followed; ask the run's operator"
+                )
+            self._told_fork = True
             raise ManifestError("the run's root signed two different continuations of its manifest")
         if len(links) <= len(held):
             return False

@@ -36,7 +36,7 @@ from node.status import StatusFile
 from protocol.commands import os_error_in_words
 from protocol.control import Clock, ControlClient
 from protocol.envelope import Envelope, open_envelope, parse
-from protocol.errors import DecodeError, EnvelopeError, ManifestError, ProtocolError, ReasonCode
+from protocol.errors import DecodeError, EnvelopeError, ManifestError, ProtocolError, ReasonCode, TransportError
 from protocol.identity import Identity
 from protocol.ledger import TREE_KIND
 from protocol.limits import PROTOCOL_VERSION, REQUEST_DEADLINE_S
@@ -58,7 +58,10 @@ _COME_BACK = frozenset(
         ReasonCode.INTERNAL,
     }
 )
-"""Answers that time may change. Everything else is raised to the role."""
+"""Answers of the coordinator that time may change, beside every failure to reach it. The rest is raised to the role."""
+
+HEARTBEAT_DEADLINE_S = 15.0
+"""A heartbeat without an answer for this long means that the coordinator is away; long enough to try HTTP too."""
 
 CLOCK_DRIFT_MS = 5_000
 """A heartbeat's time this far from ours makes us learn the time anew. Freshness allows 120 s."""
@@ -340,9 +343,10 @@ class Member:
     async def _may_change(self, kind: str, exc: ProtocolError) -> bool:
         """Whether asking again may help; tells the person, and looks whether the run's keys or addresses moved."""
         # What is too large is our own request: the reply's size was bounded before anybody looked into it.
-        broken = isinstance(exc, DecodeError | EnvelopeError) and exc.code is not ReasonCode.OVERSIZE
-        if not broken and exc.code not in _COME_BACK and exc.code is not ReasonCode.WRONG_AUDIENCE:
+        passing = isinstance(exc, TransportError | DecodeError | EnvelopeError) and exc.code is not ReasonCode.OVERSIZE
+        if not passing and exc.code not in _COME_BACK and exc.code is not ReasonCode.WRONG_AUDIENCE:
             return False
+        broken = isinstance(exc, DecodeError | EnvelopeError)
         if broken or exc.code in (ReasonCode.UNREACHABLE, ReasonCode.DEADLINE, ReasonCode.WRONG_AUDIENCE):
             await self.look_for_updates()
         self._note_away(kind, exc)
@@ -435,7 +439,7 @@ class Member:
         """Report until the run ends. Raises LeavingError."""
         while True:
             started = self._monotonic()
-            reply = await self.call("heartbeat", self._beat(), HeartbeatReply, deadline_s=15.0)
+            reply = await self.call("heartbeat", self._beat(), HeartbeatReply, deadline_s=HEARTBEAT_DEADLINE_S)
             await self._take(reply)
             self.show()
             if self._conflict is not None:
@@ -472,7 +476,8 @@ class Member:
             except ManifestError as exc:
                 self.log.event("manifest.unknown", level="warning", manifest=link, reason=str(exc))
             except ProtocolError as exc:
-                self.log.event("manifest.unreachable", level="debug", code=exc.code.value, reason=str(exc))
+                if exc.code is not ReasonCode.BUSY:  # asked a moment ago
+                    self.log.event("manifest.unreachable", level="debug", code=exc.code.value, reason=str(exc))
         if not tree:
             return
         try:

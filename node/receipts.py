@@ -3,7 +3,7 @@
 A receipt is believed only after its signature, its lease and its digest were checked, and a node deletes its own
 copy of a submission only after the receipt is on disk.
 
-Not covered: proving that the ledger later kept the promise (`verifier audit` compares leaf and tree head).
+Not covered: whether the ledger later kept the promise (`node receipts --ledger`).
 """
 
 from __future__ import annotations
