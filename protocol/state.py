@@ -99,6 +99,8 @@ class RunState:
         """Index of the next entry expected."""
         self.time = 0
         self.incarnation = 0
+        self.restarts: list[int] = []
+        """Indices of `incarnation` entries: the coordinator was away just before each."""
         self.run: bytes = b""
         self.manifest: RunManifest | None = None
         """As it is now: the newest link of `chain`."""
@@ -163,6 +165,7 @@ class RunState:
             raise LedgerError("came before run.opened")
         if entry.event == "incarnation":
             self.incarnation = entry.incarnation
+            self.restarts.append(index)
             return
         handlers = {
             "run.updated": self._run_updated,
