@@ -15,9 +15,9 @@ products over blocks: the chance that it ever reaches 1/a is at most a (Ville's 
 It is a universal-inference e-value (Wasserman, Ramdas, Balakrishnan, "Universal inference", PNAS 2020).
 
 Blocks of 128 leases, because an honest key's rate of losses and the run's rewards both drift: a node that was flaky
-while rewards were low looks like one that drops low rewards when everything is pooled (in simulation log e 33 for an
-honest key). Inside a block there is little drift, and each block has its own rate. A key may turn late, so the product is begun anew at every
-block, with weights that sum to one.
+while rewards were low looks like one that drops low rewards when everything is pooled (log e 33 for an honest key, in
+simulation). Inside a block there is little drift, and each block has its own rate. A key may turn late, so the product
+is begun anew at every block, with weights that sum to one.
 
 No torch, no clock, no files: coordinator and audit call the same functions and get the same numbers.
 
