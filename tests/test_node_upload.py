@@ -220,6 +220,44 @@ async def test_an_absent_coordinator_is_waited_for(tmp_path, run):
         assert LEASE in uploader.receipts
 
 
+async def test_a_quota_is_honoured_and_said_once(tmp_path, run, monkeypatch, capsys):
+    waits = []
+
+    async def wait(self, at_least_s=0.0):
+        waits.append(self.delay(at_least_s))
+
+    monkeypatch.setattr(Backoff, "wait", wait)
+    async with sending(tmp_path, run) as (ingress, uploader):
+        uploader.outbox.put(LEASE, blob_of())
+        ingress.script = [
+            refusal(429, "quota", **{"Retry-After": "90"}),
+            refusal(507, "busy", **{"Retry-After": "10"}),
+            refusal(429, "quota", **{"Retry-After": "99999999999999"}),
+            refusal(429, "busy", **{"Retry-After": "2"}),
+        ]
+        told = []
+        uploader._log.say = lambda sentence: told.append((sentence, uploader.waits_for))
+        await uploader.send(LEASE)
+        assert uploader.waits_for == "" and uploader.bytes_sent == 5 * len(ingress.bodies[0])
+    assert waits[0] >= 90 and waits[1] >= 10 and waits[3] >= 2 and max(waits) <= LONGEST_ASKED_S
+    assert len(told) == 1  # once for all the waiting, with the reason and how long
+    assert "quota" in told[0][0] and "90 s" in told[0][0] and "because" in told[0][1]
+
+
+async def test_a_changed_coordinator_key_is_looked_for_and_the_upload_goes_on(tmp_path, run):
+    async with sending(tmp_path, run) as (ingress, uploader):
+        asked = []
+
+        async def look():
+            asked.append(True)
+
+        uploader._on_refused = look
+        uploader.outbox.put(LEASE, blob_of())
+        ingress.script = [refusal(400, "wrong-audience"), {"signer": identity("coordinator-2")}]
+        await uploader.send(LEASE)
+        assert len(asked) == 2 and LEASE in uploader.receipts
+
+
 def test_refusals_are_read_totally():
     assert read_refusal(b'{"code": "busy", "message": "later"}', 429) == (ReasonCode.BUSY, "later")
     for body in (
