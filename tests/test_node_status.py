@@ -18,7 +18,8 @@ NODE = Path(sys.executable).parent / "node"
 
 PICTURE = {
     "run": "ab" * 32, "run_name": "river", "role": "inference", "name": "node-1", "peer_id": "12D3Koo",
-    "state": "active", "reason": "", "epoch": 0, "step": 3, "newest_step": 3, "activity": "waiting for a lease", "activity_s": 12.0,
+    "state": "active", "reason": "", "epoch": 0, "step": 3, "newest_step": 3, "activity": "waiting for a lease",
+    "activity_s": 12.0,
     "waits_for": "enough rollouts are under way; waiting for the learner's next weights", "away_s": None, "done": 24,
     "accepted": 20, "rejected": 1, "bytes_up": 3 << 20, "bytes_down": 9 << 20, "engine": "headwater 0.1, running",
     "come_back": "node join --role inference --run r --home h", "ended": "", "conflict": "",
