@@ -30,13 +30,13 @@ SEARCHED = 512
 class EasyTasks(InferenceNode):
     truth: ClassVar[TruthLog]
 
-    async def _do(self, work: Work) -> None:
-        lease = work.lease
-        easy = easiest(work.environment, len(lease.tasks), lease.tasks)
+    async def do(self, assignment: Work) -> None:
+        lease = assignment.lease
+        easy = easiest(assignment.environment, len(lease.tasks), lease.tasks)
         for task in lease.tasks:
             for sample in range(lease.samples):
                 self.truth.write(f"{lease.lease_id.hex()}:{task}:{sample}", True)
-        await super()._do(dataclasses.replace(work, lease=dataclasses.replace(lease, tasks=easy)))
+        await super().do(dataclasses.replace(assignment, lease=dataclasses.replace(lease, tasks=easy)))
 
 
 def easiest(environment: Environment, count: int, leased: tuple[int, ...]) -> tuple[int, ...]:
