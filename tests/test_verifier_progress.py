@@ -27,10 +27,10 @@ def test_piped_work_tells_a_line_now_and_then_and_its_end(monkeypatch: pytest.Mo
     with bar("checking", "rollouts", out=out) as tell:
         for done in range(0, 4001, 100):
             now[0] = 100 + done / 100
-            tell(done, 4000)
+            tell(done, 4000, "loss 0.5" if done == 4000 else "")
     assert out.getvalue().splitlines() == [
         "checking: 1,500 of 4,000 rollouts  0:25 left", "checking: 3,000 of 4,000 rollouts  0:10 left",
-        "checking: 4,000 of 4,000 rollouts",
+        "checking: 4,000 of 4,000 rollouts  loss 0.5",
     ]  # fmt: skip
 
 
@@ -52,9 +52,10 @@ def test_a_terminal_gets_a_bar_with_numbers_that_goes_away(monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "100")
     screen = Screen()
     with bar("checking", "rollouts", out=screen) as tell:
-        tell(5312, 10604)
+        tell(5312, 10604, "loss 0.25")
         time.sleep(0.3)  # the bar draws itself ten times a second
     assert "checking" in screen.getvalue() and "5,312 of 10,604 rollouts" in screen.getvalue()
+    assert "loss 0.25" in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[2K"), "the line is cleared at the end"
 
 

@@ -42,6 +42,7 @@ from trainer.incoming import Door, batch_path, read_batch
 from trainer.metrics import MetricsFile
 from trainer.update import Policy
 from verifier.model import PolicyModel, load_policy
+from verifier.progress import Tell, bar
 
 EPOCH = 0
 """Opens with the run; only a rollback would open another."""
@@ -72,13 +73,17 @@ class Learner:
     written: list[Checkpoint] = field(default_factory=list)
     trained: deque[frozenset[tuple[int, int]]] = field(default_factory=deque)
     adopted: int = 0
+    quiet: bool = True
+    """Draw no progress bars."""
 
     @property
     def root(self) -> Path:
         return self.config.run_dir / "checkpoints"
 
 
-def learn(config: RunConfig, stopping: threading.Event, say: Say, *, only_sft: bool = False) -> dict[str, Any]:
+def learn(
+    config: RunConfig, stopping: threading.Event, say: Say, *, only_sft: bool = False, quiet: bool = True
+) -> dict[str, Any]:
     """Train the run to its last step, or until `stopping` is set.
 
     Returns:
@@ -90,26 +95,34 @@ def learn(config: RunConfig, stopping: threading.Event, say: Say, *, only_sft: b
     """
     with sole_learner(config.run_dir):
         learner = prepare(config, stopping, say)
+        learner.quiet = quiet
         resumed = resume(learner)
         if resumed is None:
             begin(learner)
-        last = 0 if only_sft else learner.run.manifest.steps
-        mark = time.monotonic()
-        while learner.policy.step < last:
-            step = learner.policy.step
-            path = batch_path(config.run_dir, step)
-            idle_s = await_batch(path, stopping, say)
-            if stopping.is_set():
-                break
-            batch = read_batch(path, step, learner.door, learner.trained)
-            row = learner.policy.learn(batch)
-            learner.trained.append(batch.identities)
-            now = time.monotonic()
-            row |= {"seconds": now - mark, "idle_seconds": idle_s, "idle_share": idle_s / max(now - mark, 1e-9)}
-            mark = now
-            learner.metrics.append("step", step, row)
-            hand_over(learner)
+        if not only_sft:
+            with bar("learning", "steps", quiet=quiet) as tell:
+                train(learner, tell)
         return {"steps": learner.policy.step, "resumed_from": resumed, "checkpoints_adopted": learner.adopted}
+
+
+def train(learner: Learner, tell: Tell) -> None:
+    """Batch after batch, until the run's last step or until somebody stops it."""
+    last, mark = learner.run.manifest.steps, time.monotonic()
+    while learner.policy.step < last:
+        step = learner.policy.step
+        path = batch_path(learner.config.run_dir, step)
+        idle_s = await_batch(path, learner.stopping, learner.say)
+        if learner.stopping.is_set():
+            return
+        batch = read_batch(path, step, learner.door, learner.trained)
+        row = learner.policy.learn(batch)
+        learner.trained.append(batch.identities)
+        now = time.monotonic()
+        row |= {"seconds": now - mark, "idle_seconds": idle_s, "idle_share": idle_s / max(now - mark, 1e-9)}
+        mark = now
+        learner.metrics.append("step", step, row)
+        hand_over(learner)
+        tell(learner.policy.step, last, f"reward {row['reward_mean']:.2f}")
 
 
 def prepare(config: RunConfig, stopping: threading.Event, say: Say) -> Learner:
@@ -153,14 +166,20 @@ def begin(learner: Learner) -> None:
     config = learner.config.sft
     if config.steps:
         learner.say(f"stage one, SFT: {config.steps} steps of {config.batch_size} examples")
-        sft.stage_one(
-            learner.base,
-            config,
-            learner.run.manifest,
-            seed=learner.config.learner.seed,
-            record=lambda step, fields: learner.metrics.append("sft", step, fields),
-            stop=learner.stopping.is_set,
-        )
+        with bar("stage one", "steps", quiet=learner.quiet) as tell:
+
+            def record(step: int, fields: dict[str, Any]) -> None:
+                learner.metrics.append("sft", step, fields)
+                tell(step, config.steps, f"loss {fields['loss']:.3f}")
+
+            sft.stage_one(
+                learner.base,
+                config,
+                learner.run.manifest,
+                seed=learner.config.learner.seed,
+                record=record,
+                stop=learner.stopping.is_set,
+            )
     if not learner.stopping.is_set():
         write(learner, resumable=True)
 
@@ -290,7 +309,7 @@ def main(config: RunConfig, *, as_json: bool = False, only_sft: bool = False) ->
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} learner: {text}\n")
         sys.stderr.flush()
 
-    summary = learn(config, stopping, say, only_sft=only_sft)
+    summary = learn(config, stopping, say, only_sft=only_sft, quiet=as_json)
     if stopping.is_set():
         say(f"stopped after step {summary['steps']}; the same command goes on from here")
     else:

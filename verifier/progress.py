@@ -11,14 +11,18 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress, Task
 
-Tell = Callable[[int, int], None]
-"""Call it with how much is done and how much there is."""
+
+class Tell(Protocol):
+    """Call it with how much is done, how much there is, and a word on how it goes."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
+
 
 LINE_EVERY_S = 15.0
 """Between two plain lines: logs stay short, and nobody doubts that it moves."""
@@ -35,7 +39,7 @@ def bar(title: str, unit: str = "", *, quiet: bool = False, out: TextIO | None =
     """
     out = out if out is not None else sys.stderr
     if quiet:
-        yield lambda done, total: None
+        yield lambda done, total, note="": None
     elif out.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         with _drawn(title, unit, out) as tell:
             yield tell
@@ -46,12 +50,13 @@ def bar(title: str, unit: str = "", *, quiet: bool = False, out: TextIO | None =
 def _lines(title: str, unit: str, out: TextIO) -> Tell:
     said = started = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
+    def tell(done: int, total: int, note: str = "") -> None:
         nonlocal said
         now = time.monotonic()
         if now - said >= LINE_EVERY_S or (done >= total and said > started):
             said = now
-            out.write(f"{title}: {amount(done, total, unit)}{left(done, total, now - started)}\n")
+            end = f"  {note}" if note else ""
+            out.write(f"{title}: {amount(done, total, unit)}{left(done, total, now - started)}{end}\n")
             out.flush()
 
     return tell
@@ -71,20 +76,22 @@ def _drawn(title: str, unit: str, out: TextIO) -> Iterator[Tell]:
             if task.total is None:
                 return Text(f"{elapsed:.0f} s")
             done, total = int(task.completed), int(task.total)
-            return Text(amount(done, total, unit) + rate(done, elapsed, unit) + left(done, total, elapsed))
+            note = str(task.fields["note"])
+            text = amount(done, total, unit) + rate(done, elapsed, unit) + left(done, total, elapsed)
+            return Text(f"{text}  {note}" if note else text)
 
     console = Console(file=out, highlight=False)
     shown: Progress
     with Progress(TextColumn("{task.description}"), BarColumn(), Numbers(), console=console, transient=True) as shown:
-        task = shown.add_task(title, total=None)
+        task = shown.add_task(title, total=None, note="")
         known = False
 
-        def tell(done: int, total: int) -> None:
+        def tell(done: int, total: int, note: str = "") -> None:
             nonlocal known
             if not known:  # the pace counts from here: what came before was loading
                 known = True
                 shown.reset(task, total=total)
-            shown.update(task, completed=done, total=total)
+            shown.update(task, completed=done, total=total, note=note)
 
         yield tell
 
