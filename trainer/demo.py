@@ -151,7 +151,7 @@ def _prepare(args: argparse.Namespace) -> Stage:
         sys.stdout.flush()
     check_environments(model, args.environments)
     place = (args.dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
-    preflight.demo(model, nodes, min(len(kinds), AT_ONCE), steps, place)
+    preflight.demo(model, nodes, len(kinds), AT_ONCE, steps, place)
     run_dir = empty_directory(place)
     plan = Plan(model, args.environments, steps, nodes, seed, kinds)
     return Stage(run_dir, plan, args.json, Path(tempfile.mkdtemp(prefix="headwater-demo-")), Arrivals(list(kinds)))
@@ -170,7 +170,7 @@ def _reopen(args: argparse.Namespace) -> Stage:
     plan = reopen(run_dir)
     over = suspended(run_dir, plan.kinds)
     waiting = [kind for kind in plan.kinds if kind not in over]
-    preflight.demo(plan.model, plan.nodes, min(len(waiting), AT_ONCE), 0, run_dir)
+    preflight.demo(plan.model, plan.nodes, len(waiting), AT_ONCE, 0, run_dir)
     return Stage(run_dir, plan, args.json, Path(tempfile.mkdtemp(prefix="headwater-demo-")), Arrivals(waiting))
 
 

@@ -1,7 +1,7 @@
 """How much memory and disk each of our commands needs, and the refusal to start where there is too little.
 
 The figures are what the processes were measured to take (proportional set size at the peak, disk after a whole run),
-rounded up by about a quarter. `trainer demo` asks for all of its processes together.
+plus about a quarter. `trainer demo` asks for all of its processes together.
 
 Not covered: reading what is free (`protocol.preflight`).
 """
@@ -16,42 +16,46 @@ from protocol.preflight import require
 
 @dataclass(frozen=True)
 class Need:
-    """MiB of memory per process of a preset, and MiB of disk."""
+    """MiB that the processes of a preset take."""
 
     coordinator: int
+    """Memory, its libp2p host included, as for all members."""
     learner: int
     validator: int
     relay: int
+    """The origin takes about the same."""
     inference: int
-    """A node with its engine and its host process."""
+    """A node with its engine."""
     dishonest: int
-    """The same for a program of examples/cheats, which computes everything twice."""
+    """The same for a program of examples/cheats; some hold a second model."""
     disk: int
-    """What every run needs: model, keys, logs, two checkpoints, two policies a member."""
+    """Model, keys, ledger and checkpoints."""
+    disk_member: int
+    """A home: the newest policies, and what is on its way."""
     disk_step: float
-    """What each step adds."""
+    """What each step adds: a publication is kept whole, its rollouts compressed."""
 
 
 NEEDS = {
-    "tiny": Need(250, 500, 450, 200, 450, 450, 400, 2.0),
-    "smollm2": Need(300, 4500, 1500, 200, 1500, 2600, 16_000, 300.0),
+    "tiny": Need(210, 450, 425, 95, 440, 440, 100, 65, 1.8),
+    "smollm2": Need(250, 4500, 1500, 200, 1500, 2600, 6_000, 1_200, 300.0),
 }
 
 
-def demo(preset: str, nodes: int, dishonest: int, steps: int, run_dir: Path) -> None:
-    """Refuse a demo that could not finish. `steps` are those still to do, as far as known."""
+def demo(preset: str, nodes: int, kinds: int, at_once: int, steps: int, run_dir: Path) -> None:
+    """Refuse a demo that could not finish.
+
+    Args:
+        nodes: honest inference nodes.
+        kinds: dishonest ones, of which `at_once` are in the run together.
+        steps: those still to do.
+    """
     need = NEEDS[preset]
-    memory = (
-        need.coordinator + need.learner + 2 * need.validator + 3 * need.relay  # the origin is about a relay
-        + nodes * need.inference + dishonest * need.dishonest
-    )  # fmt: skip
-    require(
-        "this demo",
-        memory_mib=memory,
-        disk_mib=need.disk + round(steps * need.disk_step),
-        where=run_dir,
-        less="close other programs, or give fewer --nodes and --cheats",
-    )
+    memory = need.coordinator + need.learner + 2 * need.validator + 3 * need.relay
+    memory += nodes * need.inference + min(kinds, at_once) * need.dishonest
+    disk = need.disk + (4 + nodes + kinds) * need.disk_member + round(steps * need.disk_step)
+    less = "close other programs, or give fewer --nodes or --cheats"
+    require("this demo", memory_mib=memory, disk_mib=disk, where=run_dir, less=less)
 
 
 def serve(preset: str, run_dir: Path) -> None:
@@ -68,4 +72,4 @@ def learn(preset: str, run_dir: Path) -> None:
 
 def init(preset: str, run_dir: Path) -> None:
     """Refuse a run directory on a disk that could not take its model."""
-    require("a new run", disk_mib=NEEDS[preset].disk // 2, where=run_dir)
+    require("a new run", disk_mib=NEEDS[preset].disk, where=run_dir)
