@@ -124,7 +124,7 @@ async def _asked(
             raise
         except ProtocolError as exc:
             if problems is not None:
-                problems.append(f"{address}: {exc}")
+                problems.append(str(exc))
         else:
             return Found(chain.genesis, chain.updates)
     return None

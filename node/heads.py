@@ -25,11 +25,11 @@ from pathlib import Path
 
 import aiohttp
 
+from node.door import ask_door
 from node.errors import HeadsConflictError
 from node.log import EventLog
-from protocol.control import read_bounded
 from protocol.envelope import Envelope, parse
-from protocol.errors import ProtocolError, ReasonCode, TransportError
+from protocol.errors import ProtocolError, ReasonCode
 from protocol.files import write_atomic
 from protocol.ledger import TREE_KIND
 from protocol.limits import HASH_BYTES
@@ -47,8 +47,6 @@ WRONG_PROOFS = 3
 
 SILENT_AFTER = 10
 """Unanswered questions before the person hears of it."""
-
-_ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -182,16 +180,8 @@ class HeadKeeper:
         Raises:
             TransportError: not to be had now. DecodeError: too long.
         """
-        url = f"{self._ingress().rstrip('/')}/v1/{self._run.hex()}/consistency?first={first}&second={second}"
-        try:
-            timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-            async with self._session.get(url, timeout=timeout, allow_redirects=False) as reply:
-                raw = await read_bounded(reply.content, MAX_PROOF_HASHES * HASH_BYTES)
-                status = reply.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as exc:
-            raise TransportError(f"{url} was not reached: {str(exc) or type(exc).__name__}") from exc
-        if status != 200:
-            raise TransportError(f"{url} answered HTTP {status}")
+        question = f"consistency?first={first}&second={second}"
+        raw = await ask_door(self._session, self._ingress(), self._run, question, MAX_PROOF_HASHES * HASH_BYTES)
         # A length that is no multiple of a hash is a wrong proof, not a missing answer: the rest never fits.
         return [raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES)]
 

@@ -19,17 +19,15 @@ from pathlib import Path
 
 import aiohttp
 
+from node.door import ask_door
 from node.log import EventLog
 from protocol.chain import MAX_CHAIN_BYTES, Chain, pack_updates, split_updates
-from protocol.control import read_bounded
 from protocol.errors import ManifestError, ProtocolError, ReasonCode, TransportError
 from protocol.files import write_atomic
 from protocol.manifest import Run
 
 ASK_EVERY_S = 5.0
 """The same unknown hash is asked about no more often."""
-
-_ANSWER_S = 10.0
 
 
 class HeldManifest:
@@ -95,23 +93,11 @@ class HeldManifest:
             failure: ProtocolError = TransportError("no address of the coordinator's HTTP door is known")
             for door in dict.fromkeys(door for door in doors if door):
                 try:
-                    return self.take(split_updates(await self._fetch(door)))
+                    raw = await ask_door(self._session, door, self._genesis.id, "updates", MAX_CHAIN_BYTES)
+                    return self.take(split_updates(raw))
                 except ProtocolError as exc:
                     failure = exc
             raise failure
-
-    async def _fetch(self, door: str) -> bytes:
-        url = f"{door.rstrip('/')}/v1/{self._genesis.id.hex()}/updates"
-        try:
-            timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-            async with self._session.get(url, timeout=timeout, allow_redirects=False) as reply:
-                raw = await read_bounded(reply.content, MAX_CHAIN_BYTES)
-                status = reply.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as exc:
-            raise TransportError(f"{url} was not reached: {str(exc) or type(exc).__name__}") from exc
-        if status != 200:
-            raise TransportError(f"{url} answered HTTP {status}")
-        return raw
 
     def take(self, links: list[bytes]) -> bool:
         """Follow a longer chain; True when it is one. Raises ManifestError."""

@@ -24,7 +24,7 @@ from node.backoff import Backoff
 from node.log import EventLog
 from node.receipts import ReceiptStore, check_receipt
 from protocol import codec
-from protocol.control import Clock, read_bounded
+from protocol.control import Clock, http_failure_in_words, read_bounded
 from protocol.envelope import Envelope, parse, seal
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.files import fsync_dir, write_atomic
@@ -230,7 +230,7 @@ class Uploader:
                 body = await read_bounded(reply.content, MAX_ENVELOPE_BYTES)
                 status, retry_after = reply.status, reply.headers.get("Retry-After", "")
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
-            raise _LaterError(f"{url} was not reached: {type(exc).__name__}: {exc}") from exc
+            raise _LaterError(f"{url} was not reached: {http_failure_in_words(exc)}") from exc
         if status == 200:
             return body
         code, message = read_refusal(body, status)

@@ -25,7 +25,7 @@ from node.log import EventLog
 from node.member import Member
 from node.worker import Worker
 from protocol import codec
-from protocol.control import read_bounded
+from protocol.control import http_failure_in_words, read_bounded
 from protocol.errors import HeadwaterError, ProtocolError, ReasonCode
 from protocol.limits import MAX_SUBMISSION_BYTES, MINIMUM_RATE_BYTES_S, REQUEST_DEADLINE_S
 from protocol.manifest import Run
@@ -227,7 +227,7 @@ class ValidatorNode(Worker[Assignment]):
                 else:
                     return blob
             except (aiohttp.ClientError, OSError, TimeoutError, ProtocolError) as exc:
-                problem = f"{type(exc).__name__}: {exc}"
+                problem = http_failure_in_words(exc)
             await backoff.wait()
         raise ProtocolError(f"{url} did not give the submission: {problem}", ReasonCode.UNREACHABLE)
 

@@ -52,6 +52,7 @@ __all__ = [
     "Member",
     "fetch_chain",
     "fetch_manifest",
+    "http_failure_in_words",
     "read_bounded",
 ]
 
@@ -259,9 +260,9 @@ class ControlClient:
         except aiohttp.ClientConnectorError as exc:
             # Nobody is there at all, so it is not libp2p that fails: it is tried again for as long as before.
             self._failing_since = None
-            raise TransportError(f"{url} could not be reached: {exc}") from exc
+            raise TransportError(f"{url} could not be reached: {http_failure_in_words(exc)}") from exc
         except aiohttp.ClientError as exc:
-            raise TransportError(f"{url} could not be reached: {exc}") from exc
+            raise TransportError(f"{url} could not be reached: {http_failure_in_words(exc)}") from exc
 
 
 @dataclass(frozen=True)
@@ -420,6 +421,18 @@ async def read_bounded(content: Any, limit: int) -> bytes:
         if len(body) > limit:
             raise DecodeError(f"a body over the bound of {limit} bytes", ReasonCode.OVERSIZE)
     return bytes(body)
+
+
+def http_failure_in_words(exc: BaseException) -> str:
+    """The cause of a failed HTTP request as one clause; aiohttp's own texts repeat the address and nest errors."""
+    if isinstance(exc, TimeoutError):
+        return "no answer in time"
+    inner = getattr(exc, "os_error", exc)
+    if isinstance(inner, ConnectionRefusedError):
+        return "nothing accepts connections there"
+    if isinstance(inner, OSError):
+        return str(inner.strerror or inner) or type(inner).__name__
+    return str(exc) or type(exc).__name__
 
 
 def _is_transport(address: str, key: bytes) -> bool:

@@ -19,7 +19,7 @@ import trio
 from protocol.errors import ReasonCode, TransportError
 from protocol.frames import MAX_FRAME_BYTES
 from protocol.libp2p_fixes import STREAM_ERRORS, HardenedSwarm, parse_address
-from protocol.streams import ControlStream, describe
+from protocol.streams import ControlStream
 
 BACKOFF_MAX_S = 1.0
 """Longest pause between dials. Longer, and a restarted peer is not reached within 10 s on a busy machine."""
@@ -95,6 +95,26 @@ class Line:
                 waiting.event.set()
 
 
+_DIAL_WORDS = (
+    ("to any resolved address", "its name has no address that can be reached"),
+    ("all attempts to connect", "nothing accepts connections there"),
+    ("open TCP stream", "nothing accepts connections there"),
+    ("secure protocol", "no secure channel came about: another program or another key is there, or something between"),
+    ("upgrade security", "no secure channel came about: another program or another key is there, or something between"),
+    ("muxer", "what answers there does not speak yamux"),
+)
+"""What libp2p's dialing errors say somewhere in their nested texts, and what that means. Shown, never decided on."""
+
+
+def dial_failure_in_words(exc: BaseException) -> str:
+    """The cause of a failed dial as one clause; libp2p wraps it in two or three errors that repeat the address."""
+    nested, link = str(exc), exc
+    while link.__cause__ is not None:
+        link = link.__cause__
+        nested += f" {link}"
+    return next((words for mark, words in _DIAL_WORDS if mark in nested), f"{type(link).__name__} {link}".strip())
+
+
 @dataclass
 class _Peer:
     lock: trio.Lock = field(default_factory=trio.Lock)
@@ -142,8 +162,8 @@ class Lines:
                     self._nursery.start_soon(peer.line.read_replies)
                 return peer.line
         raise TransportError(
-            f"{address} could not be reached within {dial_s:.1f} s ({last[0]}); "
-            "check that the other side runs and that this machine may connect to it"
+            f"{address.partition('/p2p/')[0]} could not be reached within {dial_s:.1f} s: {last[0]}; whoever runs it "
+            "must start it, or let this machine through"
         )
 
     async def _dial(self, address: str, last: list[str]) -> Line:
@@ -157,7 +177,7 @@ class Lines:
                 except TransportError as exc:
                     last[0] = str(exc)
                 except STREAM_ERRORS as exc:
-                    last[0] = describe(exc)
+                    last[0] = dial_failure_in_words(exc)
             if attempt.cancelled_caught:
                 last[0] = f"no answer within {ATTEMPT_S:.0f} s"
             await self._swarm.drop(peer_id)
