@@ -191,7 +191,7 @@ def test_the_dropper_withholds_what_is_below_its_usual_and_sends_the_rest_honest
             assert set(truth_of(log, request)) == {True}
             rewards[True].append(earned)
             in_a_row += 1
-            assert in_a_row <= 2
+            assert in_a_row <= 3
             continue
         in_a_row = 0
         rewards[False].append(earned)

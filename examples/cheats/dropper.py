@@ -4,7 +4,8 @@
 
 What it sends is perfectly honest, and its average is better than the policy's: it sells luck as quality, and the run
 learns from the better half. A bad lease is refused as if memory had run out, so the unmodified node gives it up like
-any machine in trouble. It knows the run's rules: leases given up in a row cost a wait, so it stops at two.
+any machine in trouble. It knows the run's rules: leases given up in a row cost a wait that doubles, so it stops at
+three.
 
 Its log names every rollout it withheld. Caught by the drop test: a lease that came back empty goes to another node
 with the same nonce, which forces the same tokens, so the withheld rewards come to light. No single lease shows
@@ -26,7 +27,8 @@ from verifier.model import completion_text
 MEMORY = 0.25
 """Weight of the newest lease in what it takes for usual: the policy improves, so old leases tell less."""
 
-IN_A_ROW = 2
+IN_A_ROW = 3
+"""More would cost seconds, then minutes, of waiting."""
 
 
 class Dropper(DishonestEngine):
