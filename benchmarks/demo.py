@@ -1,6 +1,7 @@
 """The acceptance lines of the whole demo that take minutes, measured as a person would run them.
 
-    python -m benchmarks.demo --json                      the tiny model, every dishonest node, then the audit
+    python -m benchmarks.demo --json                      the tiny model, four dishonest nodes, then the audit
+    python -m benchmarks.demo --part cheats --json        all twelve kinds, seeds 0, 1 and 2, each audited (20 minutes)
     python -m benchmarks.demo --part smollm2 --json       SmolLM2-135M (about 10 minutes)
 
 Not covered: kills in the middle and byte flips; those are tests (`tests/test_demo.py`, `tests/test_verifier_audit.py`).
@@ -20,6 +21,7 @@ from typing import Any
 from benchmarks.contract import CouldNotRunError, Goal, at_least, machine, run
 
 KINDS = ("quantised", "small-model", "reward", "replay")
+SEEDS = (0, 1, 2)
 
 
 def at_most(goal: str, target: float, measured: float) -> Goal:
@@ -85,7 +87,39 @@ def smollm2(directory: Path) -> list[Goal]:
     ]
 
 
-PARTS = {"tiny": tiny, "smollm2": smollm2}
+def cheats(directory: Path) -> list[Goal]:
+    """Every kind of dishonest node, over three seeds."""
+    return [goal for seed in SEEDS for goal in all_kinds(directory, seed)]
+
+
+def all_kinds(directory: Path, seed: int) -> list[Goal]:
+    """One demo with all twelve kinds, then the audit of its archive."""
+    run_dir = directory / f"seed-{seed}"
+    code, summary = _command(
+        "trainer", "demo", "--cheats", "all", "--seed", str(seed), "--dir", str(run_dir), deadline_s=1500
+    )
+    goals = [
+        at_most(f"seed {seed}: exit code of trainer demo", 0, code),
+        at_least(f"seed {seed}: kinds of dishonest nodes", 12, len(summary["cheats"]), [len(summary["cheats"])]),
+        at_most(f"seed {seed}: honest rollouts rejected", 0, summary["honest_rejected"]),
+        at_least(
+            f"seed {seed}: honest rollouts verified", 1000, summary["honest_verified"], [summary["honest_verified"]]
+        ),
+        at_most(f"seed {seed}: rollouts trained unverified", 0, summary["rollouts_unverified_trained"]),
+        at_most(f"seed {seed}: peak memory of all processes, MiB (PSS)", 6144, summary["peak_pss_mib"]),
+        at_most(f"seed {seed}: minutes", 6, summary["seconds"] / 60),
+    ]
+    for kind, fate in summary["cheats"].items():
+        caught = fate["caught"] / fate["dishonest"] if fate["dishonest"] else 0.0
+        name = f"seed {seed}: {kind}"
+        goals.append(at_least(f"{name}: share of dishonest rollouts caught", 1.0, caught, [fate["dishonest"]]))
+        goals.append(at_least(f"{name}: suspended", 1, float(fate["node_state"] == "suspended"), [fate["submitted"]]))
+    code, _ = _command("verifier", "audit", str(run_dir), deadline_s=1800)
+    goals.append(at_most(f"seed {seed}: exit code of verifier audit", 0, code))
+    return goals
+
+
+PARTS = {"tiny": tiny, "cheats": cheats, "smollm2": smollm2}
 
 
 def measure(args: argparse.Namespace) -> Sequence[Goal]:
@@ -95,7 +129,7 @@ def measure(args: argparse.Namespace) -> Sequence[Goal]:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", choices=("tiny", "smollm2", "tiny,smollm2"), default="tiny")
+    parser.add_argument("--part", choices=(*PARTS, "tiny,smollm2"), default="tiny")
 
 
 if __name__ == "__main__":
