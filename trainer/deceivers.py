@@ -32,7 +32,7 @@ KINDS = (
 """In the order in which they join: the dropper needs the most leases until chance is ruled out; then those that have
 less and less to lie about as the policy gets better; then the rest."""
 
-AT_ONCE = 4
+AT_ONCE = 6
 """Dishonest nodes in the run together. More take memory and processor from the honest; fewer make the run longer."""
 
 KNOW_THE_REWARD = frozenset({"dropper", "best-of-n", "edit", "reward"})
