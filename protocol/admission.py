@@ -6,13 +6,15 @@ and its address: a connection is cut at `CHARGES_PER_CONNECTION`, an address wai
 `CHARGES_PER_ADDRESS` within that time. Loopback is never paused and has no share of its own unless one is set:
 behind it are this machine's own processes, and pausing it would let one of them lock out the others.
 
+What the operator blocks (`Blocked`) is refused whoever it is, loopback included.
+
 Not covered: what a charge is for (`hostd`, `control`), and firewalls in front.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 CHARGES_PER_CONNECTION = 16
@@ -46,6 +48,34 @@ def is_loopback(group: str) -> bool:
     return group.startswith("127.") or group == "::/64"
 
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def parse_network(text: str) -> Network:
+    """An address or network (`203.0.113.7`, `203.0.113.0/24`, `2001:db8::/48`). Raises ValueError."""
+    return ipaddress.ip_network(text.strip(), strict=False)
+
+
+class Blocked:
+    """Addresses and networks that no traffic is taken from, and none sent to."""
+
+    def __init__(self, addresses: Iterable[str] = ()) -> None:
+        self.networks: tuple[Network, ...] = tuple(parse_network(text) for text in addresses)
+
+    def __bool__(self) -> bool:
+        return bool(self.networks)
+
+    def covers(self, group: str) -> bool:
+        """Whether an address, or any address of a group, is blocked. What is no address is not."""
+        if not self.networks:
+            return False
+        try:
+            network = parse_network(address_group(group) if "/" not in group else group)
+        except ValueError:
+            return False
+        return any(network.version == other.version and network.overlaps(other) for other in self.networks)
+
+
 @dataclass
 class Admission:
     """Counts of one host process.
@@ -64,6 +94,14 @@ class Admission:
     _open: dict[str, int] = field(default_factory=dict)
     _half_open: dict[str, int] = field(default_factory=dict)
     _charges: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _blocked: Blocked = field(default_factory=Blocked)
+
+    def block(self, addresses: Iterable[str]) -> None:
+        """Take nothing from these addresses and networks any more, and from no others that were blocked before."""
+        self._blocked = Blocked(addresses)
+
+    def blocked(self, group: str) -> bool:
+        return self._blocked.covers(group)
 
     def _share(self, group: str) -> int:
         if self.per_address is not None:
@@ -80,6 +118,7 @@ class Admission:
             or self._open.get(group, 0) >= self._share(group)
             or self._half_open.get(group, 0) >= self._half_open_share(group)
             or self.paused(group)
+            or self.blocked(group)
         ):
             self.refused += 1
             return False

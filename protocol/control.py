@@ -18,9 +18,10 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from protocol.admission import address_group
 from protocol.chain import Chain, split_updates
 from protocol.clock import Clock
 from protocol.envelope import Envelope, open_envelope, parse, seal
@@ -271,6 +272,8 @@ class Member:
 
     envelope: Envelope
     transport_key: bytes
+    address: str = ""
+    """The address group it came from (`admission.address_group`)."""
 
     @property
     def key(self) -> bytes:
@@ -345,7 +348,7 @@ class ControlServer:
         if not envelope.audience:
             raise EnvelopeError("a request must name its coordinator as audience", ReasonCode.WRONG_AUDIENCE)
         before = self._guard.accept(envelope.signer, envelope.kind, envelope.sequence)
-        return Member(envelope, transport_key), before
+        return Member(envelope, transport_key, frame.address), before
 
     def _check_join(self, member: Member, record: object) -> None:
         if isinstance(record, JoinRequest) and member.transport_key not in (b"", record.transport_key):
@@ -409,7 +412,7 @@ class ControlServer:
         if frame.kind != request.match_info.get("kind"):
             return web.Response(status=400, text=f"{ReasonCode.WRONG_KIND}: the path names another kind\n")
         self.http_fallbacks += 1
-        answer = await self.handle(b"", frame)
+        answer = await self.handle(b"", replace(frame, address=address_group(request.remote or "")))
         return web.Response(body=pack_frame(answer), content_type="application/octet-stream")
 
 

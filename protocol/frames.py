@@ -51,11 +51,13 @@ class Message(IntEnum):
     CANCEL = 6
     """app -> host: the caller gave up. host -> app: the peer that asked has gone."""
     INBOUND = 7
-    """host -> app: 32-byte transport key of the peer | packed frame."""
+    """host -> app: 32-byte transport key of the peer | u8 length + address group | packed frame."""
     REPLY = 8
     """app -> host: u8 charge | packed frame."""
     STATS = 9
     """app -> host: empty; host -> app: JSON numbers for operators and tests."""
+    BLOCK = 10
+    """app -> host, JSON: all addresses and networks that are blocked from now on; their connections are cut."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,14 @@ class ControlFrame:
 
     `charge` never travels: a handler sets it on its reply when what arrived was forged or malformed, and the host
     process then counts it against the connection and its address, never against the key it named (RULES 2).
+    `address` never travels either: the unit that is counted (`admission.address_group`) a request came from.
     """
 
     kind: str
     envelope: bytes
     attachment: bytes = b""
     charge: bool = False
+    address: str = ""
 
 
 def pack_frame(frame: ControlFrame) -> bytes:

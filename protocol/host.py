@@ -22,7 +22,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -97,6 +98,7 @@ class HostProcess:
         self._next = 1
         self._closing = False
         self._pause = 0.05
+        self._blocked: list[str] = []
         self.restarts = 0
         self.transport = b""
         self.addresses: list[str] = []
@@ -165,6 +167,13 @@ class HostProcess:
         """Numbers of the host process: connections, inbound, in_flight, tasks, rss_kib, cpu_ms, ..."""
         numbers: dict[str, int] = json.loads(await self._ask(Message.STATS, b"", deadline_s))
         return numbers
+
+    def block(self, addresses: Iterable[str]) -> None:
+        """From now on take no connection from these addresses and networks (and from no others blocked before), and
+        cut those that are open. A restarted host process is told again."""
+        self._blocked = sorted(addresses)
+        if self._ready.is_set():
+            self._write(Message.BLOCK, 0, json.dumps(self._blocked).encode())
 
     async def close(self) -> None:
         """End the process. Requests in flight fail; peers are told."""
@@ -279,6 +288,8 @@ class HostProcess:
         if self.addresses:
             self._listen = self.addresses[0].rpartition("/p2p/")[0]
         self._ready.set()
+        if self._blocked:
+            self._write(Message.BLOCK, 0, json.dumps(self._blocked).encode())
         if self._first is not None and not self._first.done():
             self._first.set_result(None)
 
@@ -324,7 +335,9 @@ class HostProcess:
         try:
             if self._handler is not None:
                 try:
-                    reply = await self._handler(body[:32], unpack_frame(body[32:]))
+                    at = 33 + body[32]
+                    address = body[33:at].decode("utf-8", "replace")
+                    reply = await self._handler(body[:32], replace(unpack_frame(body[at:]), address=address))
                 except Exception:
                     logger.exception("a control handler failed")
                     reply = refusal(ReasonCode.INTERNAL, "the request failed here; the operator finds it in the log")

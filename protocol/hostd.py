@@ -172,6 +172,9 @@ class Host:
             self.visitors.reply(number, body[1:], charge=body[:1] == b"\1")
         elif message is Message.CANCEL and number in self.requests:
             self.requests[number].cancel()
+        elif message is Message.BLOCK:
+            self.admission.block(json.loads(body))
+            await self.visitors.close_blocked()
         elif message is Message.STATS:
             await self.app.send(Message.STATS, number, json.dumps(self.stats()).encode())
 

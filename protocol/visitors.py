@@ -21,7 +21,7 @@ import trio
 from protocol.admission import CHARGES_PER_CONNECTION, Admission
 from protocol.errors import DecodeError, ReasonCode, TransportError
 from protocol.frames import MAX_FRAME_BYTES, Message, pack_frame, refusal, unpack_frame
-from protocol.libp2p_fixes import STREAM_ERRORS, HardenedSwarm, abort
+from protocol.libp2p_fixes import STREAM_ERRORS, HardenedSwarm, abort, remote_group
 from protocol.limits import KIB, MIB
 from protocol.streams import ControlStream, describe
 
@@ -163,7 +163,8 @@ class Visitors:
             except DecodeError as exc:
                 await self._refuse(visitor, number, exc.code, str(exc))
                 return
-            await self._send(Message.INBOUND, local, visitor.stream.key + body)
+            group = visitor.stream.group.encode()[:255]
+            await self._send(Message.INBOUND, local, visitor.stream.key + bytes([len(group)]) + group + body)
             del body
             with trio.move_on_after(HANDLER_DEADLINE_S):
                 await job.event.wait()
@@ -210,6 +211,15 @@ class Visitors:
             self._charge(job.visitor)
         job.reply = packed
         job.event.set()
+
+    async def close_blocked(self) -> None:
+        """Cut every connection of an address that was blocked since it came."""
+        for connection in self._swarm.inbound_connections():
+            if self._admission.blocked(remote_group(connection)):
+                try:
+                    await abort(connection)
+                except STREAM_ERRORS as exc:
+                    logger.debug("closing a blocked connection: %s", describe(exc))
 
     async def close_idle(self) -> None:
         """Take slots back from connections that never opened a control stream."""

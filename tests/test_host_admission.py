@@ -9,6 +9,7 @@ from protocol.admission import (
     MAX_HALF_OPEN_PER_ADDRESS,
     PAUSE_S,
     Admission,
+    Blocked,
     address_group,
 )
 
@@ -91,3 +92,15 @@ def test_slots_are_given_back_whatever_the_order(steps):
     for group in held:
         admission.release(group)
     assert (admission.connections, admission._open, admission._half_open) == (0, {}, {})
+
+
+def test_blocked_addresses_get_no_slot_whoever_they_are() -> None:
+    admission = Admission(100, None, lambda: 0.0)
+    admission.block(["203.0.113.0/24", "2001:db8:1::/48", "127.0.0.9"])
+    for address in ("203.0.113.7", "2001:db8:1:2::3", "::ffff:203.0.113.9", "127.0.0.9"):
+        assert not admission.admit(address_group(address)), address
+    for address in ("203.0.114.7", "2001:db8:2::1", "127.0.0.1"):
+        assert admission.admit(address_group(address)), address
+    admission.block([])
+    assert admission.admit("203.0.113.7"), "an address that is unblocked is like any other"
+    assert not Blocked(["203.0.113.7"]).covers("no address")

@@ -83,7 +83,7 @@ async def test_quotas_and_deadlines_of_uploads(tmp_path: Path) -> None:
         big, bigs = await leased(swarm, "big")
         blob = submission_of(lease)
         full = await big.put(bigs.lease_id, os.urandom(3 << 19), big.intent(bigs.lease_id, bytes(3 << 19)))
-        assert code(full) == (507, "busy") and int(full.headers["Retry-After"]) > 0
+        assert code(full) == (507, "quota") and int(full.headers["Retry-After"]) > 0
 
         async with asyncio.timeout(60):
             slow = asyncio.create_task(_trickle(node, lease.lease_id, blob))

@@ -33,7 +33,7 @@ def test_a_run_directory_holds_what_every_role_starts_from(tmp_path: Path) -> No
     assert loaded.run_dir == tmp_path / "run" and loaded.state_dir == tmp_path / "run" / "state"
     assert (loaded.run.steps, loaded.learner.seed, loaded.learner.learning_rate) == (7, 5, 1e-4)
     assert loaded.grants.keys("validator") == [validator]
-    assert load_run(loaded).id == run.id
+    assert load_run(loaded).genesis.id == run.id
     manifest = run.manifest
     assert manifest.leases.tasks_per_step == 4 and manifest.steps == 7
     assert [e.name for e in manifest.environments] == ["word", "word"]
@@ -87,7 +87,7 @@ def test_an_init_that_was_cut_short_is_completed_with_the_same_keys(tmp_path: Pa
     (tmp_path / "run" / "run.toml").unlink()
     again = make_run(tmp_path / "run", thresholds=NOISE)
     assert again.manifest.root == first.manifest.root
-    assert load_run(config.load(tmp_path / "run")).id == again.id
+    assert load_run(config.load(tmp_path / "run")).genesis.id == again.id
 
 
 @pytest.mark.parametrize("lost", ["manifest.hw", "keys/coordinator.pem", "model/tokenizer.json"])

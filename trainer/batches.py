@@ -1,7 +1,7 @@
 """Batches: which groups the learner gets next, and the file it reads.
 
 Choosing is pure: whole accepted groups, fresh enough, oldest first. Building reads the submission and the details of
-the verdict that decided it; the file is a function of ledger and archive, so a batch whose file was lost between its
+the verdict that accepted it; the file is a function of ledger and archive, so a batch whose file was lost between its
 ledger entry and the write is built again, byte for byte, and compared with the digest in the ledger.
 
 Prompts are tokenised with the model's own tokenizer.json through `tokenizers`; nothing here imports torch.
@@ -93,14 +93,15 @@ def _age(state: RunState, lease_id: bytes) -> tuple[int, int]:
 
 
 def entries_of(state: RunState, groups: Iterable[Group]) -> tuple[BatchEntry, ...]:
-    """The ledger's naming of these groups: submission, deciding verdict, position."""
+    """The ledger's naming of these groups: submission, the verdict that accepted the rollout, position."""
     out = []
     for group in groups:
         index = state.leases[group.lease_id].submission
-        verdict = None if index is None else state.submissions[index].verdict_index
-        if index is None or verdict is None:
-            raise LedgerError("a group without submission or verdict was chosen for a batch", ReasonCode.BATCH_WRONG)
-        out += [BatchEntry(index, verdict, rollout) for rollout in group.rollouts]
+        for rollout in group.rollouts:
+            verdict = None if index is None else state.submissions[index].outcomes[rollout].verdict
+            if index is None or verdict is None:
+                raise LedgerError("a rollout without submission or verdict was chosen", ReasonCode.BATCH_WRONG)
+            out.append(BatchEntry(index, verdict, rollout))
     return tuple(out)
 
 
@@ -118,12 +119,13 @@ def build(
     Raises:
         LedgerError: a submission or verdict that the ledger names is missing or differs in the archive.
     """
-    read: dict[int, Judged] = {}
+    read: dict[tuple[int, int], Judged] = {}
     rollouts = []
     for entry in entries:
-        judged = read.get(entry.submission)
+        judged = read.get((entry.submission, entry.verdict))
         if judged is None:
-            judged = read[entry.submission] = read_judged(state, files, entry.submission)
+            judged = read_judged(state, files, entry.submission, entry.verdict)
+            read[(entry.submission, entry.verdict)] = judged
         rollouts.append(judged.training(entry, prompt_ids))
     return codec.encode(Batch(run.id, epoch, step, tuple(rollouts)))
 
@@ -135,7 +137,7 @@ def closed(step: int, epoch: int, entries: tuple[BatchEntry, ...], raw: bytes) -
 
 @dataclass(frozen=True)
 class Judged:
-    """A submission with the details of the verdict that decided it."""
+    """A submission with the details of one verdict on it."""
 
     index: int
     lease: Lease
@@ -159,28 +161,39 @@ class Judged:
         )
 
 
-def read_judged(state: RunState, files: Files, index: int) -> Judged:
-    """Read a decided submission and its verdict's details from the archive, checking both hashes.
+def read_judged(state: RunState, files: Files, index: int, verdict: int) -> Judged:
+    """Read a decided submission and the details of one of its verdicts from the archive, checking both hashes.
 
     Raises:
         LedgerError: missing, or not what the ledger names.
     """
     submission = state.submissions[index]
     lease = state.leases[submission.lease_id].lease
-    deciding = next(
-        (number for number, held in submission.verdicts.items() if held.index == submission.verdict_index), None
-    )
-    if deciding is None:
-        raise LedgerError(f"submission {index} has no deciding verdict", ReasonCode.BATCH_WRONG)
-    verdict = submission.verdicts[deciding].verdict
     upload = _read(files.submission(submission.lease_id), submission.intent.digest, f"submission/{index}")
-    noted = _read(files.details(submission.lease_id, deciding), verdict.details, f"verdict/{submission.verdict_index}")
+    details = read_details(state, files, index, verdict)
     try:
         opened = open_submission(upload, submission)
-        details = codec.decode(VerdictDetails, noted)
     except ProtocolError as exc:
         raise LedgerError(f"submission/{index} does not open again: {exc}", exc.code) from exc
     return Judged(index, lease, opened.rollouts, details.rollouts)
+
+
+def read_details(state: RunState, files: Files, index: int, verdict: int) -> VerdictDetails:
+    """The details of the verdict at ledger index `verdict` on submission `index`, checked against its hash.
+
+    Raises:
+        LedgerError: missing, or not what the ledger names.
+    """
+    submission = state.submissions[index]
+    number = next((number for number, held in submission.verdicts.items() if held.index == verdict), None)
+    if number is None:
+        raise LedgerError(f"submission {index} has no verdict {verdict}", ReasonCode.BATCH_WRONG)
+    stated = submission.verdicts[number].verdict.details
+    raw = _read(files.details(submission.lease_id, number), stated, f"verdict/{verdict}")
+    try:
+        return codec.decode(VerdictDetails, raw)
+    except ProtocolError as exc:
+        raise LedgerError(f"verdict/{verdict} does not open again: {exc}", exc.code) from exc
 
 
 def _read(path: Path, digest: bytes, record: str) -> bytes:

@@ -72,6 +72,10 @@ class IngressSection(Section):
     """HOST:PORT."""
     spool_bytes: int = Field(default=512 * MIB, ge=MIB)
     """Bound on uploads in flight and submissions without a decision, all nodes together; over it uploads get 507."""
+    spool_bytes_per_key: int = Field(default=64 * MIB, ge=MIB)
+    """The same for one node; over it 429."""
+    spool_bytes_per_address: int = Field(default=256 * MIB, ge=MIB)
+    """The same for all nodes of one address; over it 429. Behind a reverse proxy all nodes have one address."""
     uploads_per_address: int = Field(default=16, ge=1)
     """Uploads in flight from one address; over it 429."""
     max_connections: int = Field(default=512, ge=8)
@@ -108,6 +112,8 @@ class CoordinatorSection(Section):
     """A job without a verdict this long after a validator took it is drawn again."""
     member_timeout_s: float = Field(default=15.0, gt=0)
     """A member not heard from for this long gets no new jobs, and its address is not handed out."""
+    joins_per_address: int = Field(default=64, ge=1)
+    """New members one address (an IPv6 /64) may bring in one burst; twelve more a minute after that."""
     uncollected_leases: int = Field(default=2, ge=1, le=64)
     """Open leases an active node may hold at once."""
     drain_s: float = Field(default=60.0, ge=0)

@@ -28,14 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from environments import registry
+from protocol.chain import Chain, pack_updates
 from protocol.clock import Clock
 from protocol.control import ControlServer
 from protocol.envelope import open_envelope
-from protocol.errors import LedgerError, ProtocolError, ReasonCode, UsageError
+from protocol.errors import EnvelopeError, LedgerError, ManifestError, ProtocolError, ReasonCode, UsageError
 from protocol.files import write_atomic
 from protocol.host import HostProcess
-from protocol.identity import load_identity
-from protocol.manifest import Run, open_manifest
+from protocol.identity import Identity, load_identity
+from protocol.logs import EventFile
+from protocol.manifest import Run
 from protocol.records import (
     BatchClosed,
     Heartbeat,
@@ -48,14 +50,17 @@ from protocol.records import (
     RunFinished,
     Verdict,
 )
+from protocol.run_files import key_file, load_chain, read_updates
 from protocol.state import PolicyState
 from shardcast.errors import ShardcastError
 from shardcast.records import HEAD_KIND, Head
 from shardcast.store import published_heads
-from trainer import batches, leases
+from trainer import batches, keys, leases
+from trainer.blocking import Blocking
 from trainer.book import Book
 from trainer.config import RunConfig
 from trainer.door import Door, port_in_use
+from trainer.drawing import Drawing
 from trainer.errors import StartError
 from trainer.ingress import Ingress, sweep_spool
 from trainer.judging import Judging
@@ -69,6 +74,9 @@ HEAD_POLL_S = 0.02
 """How often the origin's head file is looked at. It is on this machine's disk and read only when it changed."""
 
 STATUS_S = 1.0
+DIRECTORY_S = 1.0
+"""How often what the operator's commands write is looked at: one or two `stat` calls."""
+
 RUN_MARK = "HEADWATER_RUN"
 _LISTEN = re.compile(r"^/ip[46]/(?P<host>[0-9a-fA-F.:]+)/tcp/(?P<port>\d{1,5})$")
 
@@ -84,30 +92,35 @@ class Coordinator:
     def __init__(self, config: RunConfig, clock: Clock | None = None) -> None:
         self.config = config
         self.run_dir = config.run_dir
-        self.run = load_run(config)
+        self.chain = load_run(config)
         self._clock = clock or Clock()
         self.phase = "starting"
+        self.restart = False
+        """Ended to begin again in the same process, with keys the run's root changed."""
         self.news = News()
         self.files = batches.Files(self.run_dir)
-        identity = load_identity(self.run_dir / "keys" / "coordinator.pem")
-        if identity.public != self.run.manifest.coordinator:
-            raise UsageError(
-                f"{self.run_dir}/keys/coordinator.pem is not the key the manifest names; restore the right one"
-            )
-        self.book = Book.open(self.run, identity, config.state_dir, self._clock.now_ms)
+        self.news.log = EventFile(self.run_dir / "logs" / "coordinator.jsonl", {"run": self.chain.genesis.id})
+        self.book = Book.open(self.chain, self._key, config.state_dir, self._clock.now_ms, self.news.log)
         try:
-            self._build(identity)
+            self._build(self.book.coordinator)
         except BaseException:
             self.book.close()
             raise
 
-    def _build(self, identity: Any) -> None:
+    def _key(self, public: bytes) -> Identity:
+        return load_identity(key_file(self.run_dir, "coordinator", public))
+
+    @property
+    def run(self) -> Run:
+        """The run as its manifest is now."""
+        return self.book.run
+
+    def _build(self, identity: Identity) -> None:
         self.prompt_ids = batches.tokenizer_prompts(self.run_dir / "model", _prompts(self.run))
         self.members = Members(self.book, self.config, self.news)
-        self.reports = Reports(self.book, self.members, self.news)
+        self.reports = Reports(self.book, self.members, self.news, self.members.address_of)
         self.members.distrusted = self.reports.distrusted
         bounds = leases.Bounds(
-            manifest_hash=self.run.id,
             max_bytes=self.config.ingress.max_submission_bytes,
             open_leases=self.config.coordinator.uncollected_leases,
         )
@@ -121,12 +134,18 @@ class Coordinator:
         uploading: Callable[[], frozenset[bytes]] = lambda: self.ingress.leases_uploading()  # noqa: E731
         self.leasing = Leasing(self.book, self.members, self.news, bounds, uploading)
         self.judging = Judging(
-            self.book, self.members, self.leasing, self.files, self.news, self.config.coordinator.job_deadline_s
+            self.book,
+            self.members,
+            self.leasing,
+            self.files,
+            self.news,
+            self.config.coordinator.job_deadline_s,
+            Drawing(self.book, self.members),
         )
-        self.ingress = Ingress(self.book, self.judging, self.control, self.files, self.config.ingress)
+        self.ingress = Ingress(self.book, self.judging, self.control, self.files, self.config.ingress, self.members)
         self.host = HostProcess(
             home=self.config.state_dir,
-            key=self.run_dir / "keys" / "coordinator-transport.pem",
+            key=key_file(self.run_dir, "coordinator_transport", self.chain.current.manifest.coordinator_transport),
             listen=self.config.control.listen,
             handler=self.control.handle,
             log=self.run_dir / "logs" / "coordinator-host.log",
@@ -140,7 +159,14 @@ class Coordinator:
             self.news,
             lambda: (self.control.http_fallbacks, self.host.restarts),
         )
+        self.control.updates = pack_updates(self.book.state.chain.updates) if self.book.state.chain else b""
+        self.blocking = Blocking(self.run_dir, self._block, self.news)
         self._serve_kinds()
+
+    def _block(self, addresses: list[str]) -> None:
+        self.members.block(addresses)
+        self.door.block(addresses)
+        self.host.block(addresses)
 
     def _serve_kinds(self) -> None:
         self.control.on("join", JoinRequest, self._join)
@@ -170,6 +196,8 @@ class Coordinator:
             await self._begin()
             finished = asyncio.create_task(self._until_finished(), name="the run")
             await self._attend(finished, stopped)
+            if self.restart:
+                return 0
             return 0 if self.phase == "finished" else 128 + stopped.result()
         finally:
             await self._end()
@@ -178,6 +206,7 @@ class Coordinator:
         """Bring disk and ledger into step, then open both doors."""
         for role in ("validator", "relay"):
             self.book.grant(role, self.config.grants.keys(role))
+        self.judging.drawing.keep_in_step()
         await self.book.commit()
         sweep_spool(
             self.files, {held.lease_id for held in self.book.state.leases.values() if held.submission is not None}
@@ -196,6 +225,7 @@ class Coordinator:
             self._watch_heads(),
             self._close_batches(),
             self._write_status(),
+            self._watch_directory(),
             self.leasing.expire_forever(),
             self.judging.redraw_forever(),
             self.members.prove_forever(),
@@ -206,6 +236,7 @@ class Coordinator:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for one in done:
                 one.result()
+            self.restart = not finished.done() and not stopped.done()  # the watch of the run directory asked for it
         finally:
             for task in [*tasks, finished]:
                 if not task.done():
@@ -222,6 +253,7 @@ class Coordinator:
         self.phase = "draining"
         await self._drain()
         if self.book.state.finished is None:
+            self.judging.drawing.reveal_all()  # in one transaction with the end: nothing is drawn after it
             self.book.append("run.finished", RunFinished(steps, "all steps are done"))
             await self.book.commit()
             self.news.say(f"the run is finished: {steps} steps")
@@ -270,7 +302,10 @@ class Coordinator:
         after = None if newest is None else (newest.epoch, newest.step)
         try:
             raw = path.read_bytes()
-            head = open_envelope(raw, run=self.run.id, kind=HEAD_KIND, signer=self.run.manifest.origin).record(Head)
+            envelope = open_envelope(raw, run=self.run.id, kind=HEAD_KIND)
+            if envelope.signer not in self.book.origins():
+                raise EnvelopeError("signed by a key that is not the run's origin's")
+            head = envelope.record(Head)
             between = published_heads(path.parent, self.run, after)
         except (OSError, ProtocolError, ShardcastError) as exc:
             self.news.say(f"{path} does not hold ({exc}); the origin writes a new one with the next step")
@@ -337,14 +372,65 @@ class Coordinator:
             lease = state.leases[state.submissions[entry.submission].lease_id].lease
             self.status.staleness.add(closed.step - lease.step, 1)
 
+    async def _watch_directory(self) -> None:
+        """Follow what the operator's commands write: updates of the manifest, blocked addresses. Returns when a key of
+        this very process changed: it must begin again."""
+        while True:
+            manifest = self.run.manifest
+            if self._take_updates():
+                self.control.updates = pack_updates(self.book.state.chain.updates) if self.book.state.chain else b""
+                await self.book.commit()
+                self.book.seal(self.run_dir / "ledger")
+                self.book.changes.notify()
+            if self.run.manifest.coordinator_transport != manifest.coordinator_transport:
+                self.news.say("the libp2p key was changed by the run's root: beginning again with the new one")
+                return
+            if self._next_coordinator() not in (b"", self.run.manifest.coordinator):
+                self.news.say("the coordinator's key was changed by the run's root: beginning again with the new one")
+                return
+            self.blocking.refresh()
+            await asyncio.sleep(DIRECTORY_S)
+
+    def _take_updates(self) -> int:
+        """Enter new links of the manifest chain, up to one that changes the coordinator's own key. Returns how many."""
+        taken, chain = 0, self.book.state.chain
+        assert chain is not None
+        for raw in read_updates(self.run_dir, len(chain.links)):
+            try:
+                chain = chain.extend(raw)
+            except ManifestError as exc:
+                self.news.say_once(f"an update in {self.run_dir}/updates does not hold and is not followed: {exc}")
+                break
+            if chain.current.manifest.coordinator != self.book.coordinator.public:
+                break  # entered at the next start, which is at once
+            self.book.update(chain.links[-1], self._key)
+            taken += 1
+            self.news.say(f"the run's root changed the manifest: {keys.in_words(chain.links[-1].update)}")
+            for gone in chain.links[-1].update.revocations:
+                node = self.book.state.nodes.get(gone.key)
+                if node is not None:
+                    self.leasing.close_all_of(node, f"its key was revoked: {gone.reason}"[:500])
+        return taken
+
+    def _next_coordinator(self) -> bytes:
+        """The coordinator key that the run directory's next link names; empty when there is none that holds."""
+        chain = self.book.state.chain
+        assert chain is not None
+        for raw in read_updates(self.run_dir, len(chain.links))[:1]:
+            try:
+                return chain.extend(raw).current.manifest.coordinator
+            except ManifestError:
+                return b""
+        return b""
+
     async def _write_status(self) -> None:
         while True:
             self.status.write(self.phase)
             await asyncio.sleep(STATUS_S)
 
 
-def load_run(config: RunConfig) -> Run:
-    """The run of a run directory.
+def load_run(config: RunConfig) -> Chain:
+    """The manifest chain of a run directory.
 
     Raises:
         UsageError: half-written, or run.toml and manifest disagree.
@@ -357,15 +443,11 @@ def load_run(config: RunConfig) -> Run:
             f"{run_dir} is no whole run directory: {', '.join(missing)} missing; restore it from your backup, or make "
             "a new run with: trainer init DIR"
         )
-    try:
-        run = open_manifest((run_dir / "manifest.hw").read_bytes())
-    except ProtocolError as exc:
-        raise UsageError(f"{run_dir}/manifest.hw does not hold ({exc}); restore it from your backup") from exc
-    if config.run.steps != run.manifest.steps:
-        raise UsageError(
-            f"run.toml says {config.run.steps} steps, the signed manifest {run.manifest.steps}; correct [run] steps"
-        )
-    return run
+    chain = load_chain(run_dir)
+    steps = chain.current.manifest.steps
+    if config.run.steps != steps:
+        raise UsageError(f"run.toml says {config.run.steps} steps, the signed manifest {steps}; correct [run] steps")
+    return chain
 
 
 def _prompts(run: Run) -> Callable[[bytes, int], str]:
@@ -415,9 +497,12 @@ def main(config: RunConfig, as_json: bool = False) -> int:
     started = time.monotonic()
 
     async def serve() -> tuple[int, Coordinator]:
-        coordinator = Coordinator(config)
-        os.environ.setdefault(RUN_MARK, coordinator.run.id.hex())
-        return await coordinator.serve(), coordinator
+        while True:
+            coordinator = Coordinator(config)
+            os.environ.setdefault(RUN_MARK, coordinator.run.id.hex())
+            code = await coordinator.serve()
+            if not coordinator.restart:
+                return code, coordinator
 
     code, coordinator = asyncio.run(serve())
     if as_json:

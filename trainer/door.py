@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from protocol.admission import address_group, is_loopback
+from protocol.admission import Blocked, address_group, is_loopback
 from protocol.limits import HEADER_DEADLINE_S
 from trainer.config import split_endpoint
 from trainer.errors import StartError
@@ -41,10 +42,14 @@ class Slots:
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.blocked = Blocked()
+        self.open: set[GuardedHandler] = set()
         self._held: Counter[str] = Counter()
 
     def take(self, group: str) -> bool:
-        """Hold one more for an address group. False: it has its share, or there is none left; nothing is held then."""
+        """Hold one more for an address group. False: it is blocked, has its share, or there is none left."""
+        if self.blocked.covers(group):
+            return False
         share = self.total if is_loopback(group) else max(1, self.total // SHARE)
         if self._held.total() >= self.total or self._held[group] >= share:
             return False
@@ -77,6 +82,7 @@ class GuardedHandler(RequestHandler):
             transport.close()
             return
         self._group = group
+        self._slots.open.add(self)
         self._start_timer()
 
     def pause_writing(self) -> None:
@@ -105,9 +111,15 @@ class GuardedHandler(RequestHandler):
             self._unread_timer.cancel()
             self._unread_timer = None
         if self._group is not None:
+            self._slots.open.discard(self)
             self._slots.give_back(self._group)
             self._group = None
         super().connection_lost(exc)
+
+    def cut_if_blocked(self) -> None:
+        """End the connection at once when its address was blocked since it came."""
+        if self._group is not None and self._slots.blocked.covers(self._group):
+            self._cut()
 
     def header_arrived(self) -> None:
         """The header is whole: the handler's own deadlines count from here."""
@@ -167,6 +179,12 @@ class Door:
         except OSError as exc:
             await self._runner.cleanup()
             raise StartError(port_in_use(self._endpoint, "ingress", exc)) from exc
+
+    def block(self, addresses: Iterable[str]) -> None:
+        """From now on take no connection from these addresses and networks, and cut those that are open."""
+        self._slots.blocked = Blocked(addresses)
+        for handler in list(self._slots.open):
+            handler.cut_if_blocked()
 
     async def close(self) -> None:
         """Stop listening and end what is open, within a few seconds."""

@@ -3,7 +3,9 @@
     PUT  /v1/{run}/submissions/{lease}   header Headwater-Intent: base64 of the `intent` envelope; answers a `receipt`
     GET  /v1/{run}/jobs/{job}            header Headwater-Token: hex; answers the compressed submission
     POST /v1/{run}/{kind}                the same envelopes as over libp2p
-    GET  /v1/{run}/manifest              the run manifest's envelope
+    GET  /v1/{run}/manifest              the genesis manifest's envelope
+    GET  /v1/{run}/updates               what changed it since: u32 length + envelope, repeated
+    GET  /v1/{run}/consistency?first=&second=   proof that the ledger only grew
 
 Before the first body byte: signature, owner, length, quotas. Then bytes to a spool file at no less than 16 KiB/s, hash,
 fsync, ledger, receipt, in this order. Refusals are JSON {code, message} with Retry-After where another try makes sense.
@@ -19,9 +21,8 @@ import binascii
 import hmac
 import os
 import shutil
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from aiohttp import web
 from blake3 import blake3
 
 from protocol import draws
+from protocol.admission import address_group
+from protocol.chain import pack_updates
 from protocol.control import ControlServer
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import HeadwaterError, ProtocolError, ReasonCode
@@ -51,6 +54,8 @@ from trainer.config import IngressSection
 from trainer.door import header_arrived
 from trainer.errors import UploadError
 from trainer.judging import Judging
+from trainer.members import Members
+from trainer.quotas import Spool, SpoolLimits
 
 INTENT_KIND = "intent"
 RECEIPT_KIND = "receipt"
@@ -79,7 +84,10 @@ _STATUS = {
     ReasonCode.CONFLICTING_SUBMISSION: 409,
     ReasonCode.LEDGER_BROKEN: 500,
     ReasonCode.INTERNAL: 500,
+    ReasonCode.KEY_REVOKED: 403,
 }
+_BYTES = "application/octet-stream"
+_UNKNOWN = ReasonCode.RECORD_MISSING
 
 
 @dataclass
@@ -91,12 +99,26 @@ class Ingress:
     control: ControlServer
     files: batches.Files
     settings: IngressSection
-    uploading: set[bytes] = field(default_factory=set)
-    """Leases whose body is arriving."""
-    _reserved: int = 0
-    _per_address: Counter[str] = field(default_factory=Counter)
+    members: Members
+    spool: Spool = field(init=False)
     _conflicts: dict[bytes, set[bytes]] = field(default_factory=dict)
     """Lease -> digests of the other answers kept as evidence."""
+
+    def __post_init__(self) -> None:
+        limits = self.settings
+        self.spool = Spool(
+            SpoolLimits(
+                limits.spool_bytes,
+                min(limits.spool_bytes, limits.spool_bytes_per_key),
+                min(limits.spool_bytes, limits.spool_bytes_per_address),
+                limits.uploads_per_address,
+            )
+        )
+
+    @property
+    def uploading(self) -> set[bytes]:
+        """Leases whose body is arriving."""
+        return self.spool.uploading
 
     def application(self) -> web.Application:
         """The aiohttp application; bodies are streamed by the handlers, bounded by them."""
@@ -105,6 +127,8 @@ class Ingress:
         app.router.add_put(prefix + "/submissions/{lease:[0-9a-f]{32}}", self._put)
         app.router.add_get(prefix + "/jobs/{job:[0-9a-f]{32}}", self._job)
         app.router.add_get(prefix + "/manifest", self._manifest)
+        app.router.add_get(prefix + "/updates", self._updates)
+        app.router.add_get(prefix + "/consistency", self._consistency)
         app.router.add_post("/v1/{run:[0-9a-f]{64}}/{kind:[a-z.]{1,32}}", self.control.handle_http)
         return app
 
@@ -124,7 +148,8 @@ class Ingress:
         if self.book.now_ms() > leases.ends_at(self.book.window, held):
             # An upload on its way keeps its lease open; begun again and again it would keep it open for ever.
             raise ProtocolError("this lease's time is over", ReasonCode.LEASE_CLOSED)
-        async with self._place(held.lease_id, intent.length, request.remote or ""):
+        address = address_group(request.remote or "")
+        with self._place(held, intent.length, address):
             part = await self._spool(request, held.lease_id, intent)
             try:
                 if held.status != "open":
@@ -135,8 +160,13 @@ class Ingress:
             if held.status != "open":  # it was closed while the file was being made durable
                 self.files.submission(held.lease_id).unlink(missing_ok=True)
                 self._check_open(held, intent, request)
+            self.judging.drawing.open_if_due()
             appended = self.book.append("submission", subject=envelope.raw)
-            self.judging.draw_for(appended.index)
+            self.judging.drawing.first(appended.index)
+        self.book.log.event(
+            "submission", node=held.owner, lease=held.lease_id, step=held.lease.step, index=appended.index,
+            bytes=intent.length,
+        )  # fmt: skip
         return await self._receipt(held, envelope.signer)
 
     def _read_intent(self, request: web.Request) -> tuple[Envelope, UploadIntent]:
@@ -154,6 +184,7 @@ class Ingress:
             audience=self.book.coordinator.public,
             now=self.book.now_ms(),
         )
+        self.members.check_key(envelope.signer)
         return envelope, envelope.record(UploadIntent)
 
     def _owned_lease(self, envelope: Envelope, intent: UploadIntent, request: web.Request) -> LeaseState:
@@ -177,6 +208,8 @@ class Ingress:
         raise ProtocolError("this lease was already answered with other bytes", ReasonCode.CONFLICTING_SUBMISSION)
 
     def _check_open(self, held: LeaseState, intent: UploadIntent, request: web.Request) -> None:
+        if self.book.state.finished is not None:
+            raise ProtocolError("the run is finished; nothing more is taken", ReasonCode.LEASE_CLOSED)
         if self.book.state.nodes[held.owner].state == "suspended":
             raise ProtocolError("this node is suspended; its rollouts are not taken", ReasonCode.SUSPENDED)
         if held.status != "open":
@@ -188,33 +221,25 @@ class Ingress:
         if intent.length == 0 or request.content_length != intent.length:
             raise UploadError(400, "Content-Length is not the length the intent names", ReasonCode.LENGTH_MISMATCH)
 
-    @asynccontextmanager
-    async def _place(self, lease_id: bytes, length: int, address: str) -> AsyncIterator[None]:
+    @contextmanager
+    def _place(self, held: LeaseState, length: int, address: str) -> Iterator[None]:
         """Hold a place in the spool while one upload arrives.
 
         Raises:
             UploadError: 429 or 507, when there is none.
         """
-        if lease_id in self.uploading:
-            raise UploadError(429, "this lease's upload is already arriving", ReasonCode.BUSY, 2)
-        if self._per_address[address] >= self.settings.uploads_per_address:
-            raise UploadError(429, "too many uploads from this address at once", ReasonCode.BUSY, 2)
-        waiting = sum(self.book.state.submissions[index].intent.length for index in self.book.window.undecided)
-        if self._reserved + waiting + length > self.settings.spool_bytes:
-            raise UploadError(507, "the spool is full until validators catch up", ReasonCode.BUSY, 10)
-        if shutil.disk_usage(self.files.run_dir).free < length + DISK_RESERVE_BYTES:
-            raise UploadError(507, "the coordinator's disk is full; its operator must free space", ReasonCode.BUSY, 60)
-        self.uploading.add(lease_id)
-        self._reserved += length
-        self._per_address[address] += 1
-        try:
+        with self.spool.hold(held.lease_id, held.owner, address, length, self._waiting()):
+            if shutil.disk_usage(self.files.run_dir).free < length + DISK_RESERVE_BYTES:
+                text = "the coordinator's disk is full; its operator must free space"
+                raise UploadError(507, text, ReasonCode.BUSY, 60)
             yield
-        finally:
-            self.uploading.discard(lease_id)
-            self._reserved -= length
-            self._per_address[address] -= 1
-            if not self._per_address[address]:
-                del self._per_address[address]
+
+    def _waiting(self) -> Iterator[tuple[bytes, str, int]]:
+        """(owner, address group it spoke from last, bytes) of every submission without a decision."""
+        for index in self.book.window.undecided:
+            submission = self.book.state.submissions[index]
+            session = self.members.sessions.get(submission.owner)
+            yield submission.owner, "" if session is None else session.address, submission.intent.length
 
     async def _spool(self, request: web.Request, lease_id: bytes, intent: UploadIntent) -> Path:
         """Write the body to a hidden file while hashing it.
@@ -277,7 +302,7 @@ class Ingress:
             issued_at=self.book.now_ms(),
             audience=owner,
         )
-        return web.Response(body=envelope.raw, content_type="application/octet-stream")
+        return web.Response(body=envelope.raw, content_type=_BYTES)
 
     # --- jobs and the rest ----------------------------------------------------------------------------------------
 
@@ -294,7 +319,22 @@ class Ingress:
         raise ProtocolError("this job is no longer open", ReasonCode.UNKNOWN_JOB)
 
     async def _manifest(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.book.run.envelope.raw, content_type="application/octet-stream")
+        return web.Response(body=self.book.genesis.envelope.raw, content_type=_BYTES)
+
+    async def _updates(self, request: web.Request) -> web.Response:
+        """The manifest chain's updates that are in the ledger, in order."""
+        chain = self.book.state.chain
+        return web.Response(body=pack_updates([] if chain is None else chain.updates), content_type=_BYTES)
+
+    async def _consistency(self, request: web.Request) -> web.Response:
+        """Proof that the tree of `second` entries extends the one of `first`: 32-byte hashes, one after the other."""
+        try:
+            first, second = (int(request.query.get(name, "")) for name in ("first", "second"))
+        except ValueError as exc:
+            raise UploadError(400, "first and second are two numbers of entries", ReasonCode.MALFORMED) from exc
+        if not 1 <= first <= second <= self.book.ledger.durable_size:
+            raise UploadError(404, "there are no two such trees; second may be at most what was signed", _UNKNOWN)
+        return web.Response(body=b"".join(self.book.tree.consistency(first, second)), content_type=_BYTES)
 
     @web.middleware
     async def _refusals(

@@ -1,22 +1,25 @@
 """Hands submissions to validators and takes their verdicts.
 
-    submission -> round 1 job, drawn -> verdict --any REJECT, or by rate--> round 2 job, another validator -> verdict
+    submission -> round 1 job, drawn -> verdict --not decided, or by rate--> round 2, another validator -> verdict ...
 
 A verdict counts only from the validator its job drew. The details file is on disk before the ledger entry, the entry
-before the acknowledgement; the same verdict again gets the same answer. A job nobody answers is drawn again.
+before the acknowledgement; the same verdict again gets the same answer. A job nobody answers is drawn again. Nodes that
+have earned trust are judged first; a tenth of a busy validator's work stays for those in probation, and no more.
 
-Not covered: what the verdicts do to a node (`protocol.state`), whether they are right (the audit, a second draw).
+Not covered: who is drawn (`drawing`), what the verdicts decide (`protocol.decision`), what they do to a node
+(`protocol.state`), whether they are right (the audit, a second draw).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol import codec, draws
+from protocol import codec, decision, draws
 from protocol.control import Member
 from protocol.envelope import seal
 from protocol.errors import DecodeError, ProtocolError, ReasonCode
@@ -25,6 +28,7 @@ from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, V
 from protocol.state import NodeState, SubmissionState
 from trainer import batches
 from trainer.book import Book
+from trainer.drawing import Drawing
 from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
 from trainer.news import News, in_words
@@ -34,6 +38,11 @@ VERDICT_WAIT_S = 20.0
 
 REDELIVER_S = 15.0
 """A job asked for again this long after it was sent is sent again: the reply may have been lost."""
+
+PROBATION_TURN = 10
+"""While others wait, one in this many rollouts that a validator is given is from owners in probation. They are free to
+make and dear to refute: more lets garbage slow honest nodes down, less makes honest strangers wait for their first
+verdict."""
 
 
 @dataclass
@@ -46,85 +55,77 @@ class Judging:
     files: batches.Files
     news: News
     job_deadline_s: float
+    drawing: Drawing
     monotonic: Callable[[], float] = time.monotonic
     delivered: dict[bytes, float] = field(default_factory=dict)
     """Job id -> when it was last handed to its validator."""
+    given: dict[bytes, Counter[str]] = field(default_factory=dict)
+    """Validator -> rollouts it was given by class of owner, while both classes waited."""
+    _told: int | None = None
+    """Validators present when the operator was last told that more are needed."""
     _writing: set[tuple[int, int]] = field(default_factory=set)
     """(submission, round) whose details are being written. Two at once would leave one verdict's details on the disk
     and the other verdict in the ledger."""
 
     # --- drawing --------------------------------------------------------------------------------------------------
 
-    def draw_for(self, index: int) -> None:
-        """Append the jobs a fresh submission gets: the first round, and by rate the second. The caller commits."""
-        submission = self.book.state.submissions[index]
-        if submission.outcomes and submission.outcomes[0].status != "pending":
-            return  # discarded with its owner
-        self._draw(submission, 1)
-        node = self.book.state.nodes[submission.owner]
-        rate = self.book.run.manifest.leases.second_draw
-        if len(self.members.validators()) > 1 and draws.wants_second(
-            self.book.secret, submission.intent.digest, index, rate, node.state == "probation"
-        ):
-            self._draw(submission, 2)
-
-    def _draw(self, submission: SubmissionState, round_number: int) -> None:
-        """Draw a validator for one round, avoiding the other round's and the one drawn before."""
-        before = submission.jobs.get(round_number)
-        other = submission.jobs.get(3 - round_number)
-        candidates = set(self.members.validators()) - ({other.validator} if other else set())
-        if before is not None:
-            if not candidates - {before.validator}:
-                self.delivered.pop(before.job_id, None)  # nobody else is there: ask the same one again
-                return
-            candidates.discard(before.validator)
-            self.delivered.pop(before.job_id, None)
-        attempt = self.book.ledger.size
-        drawn = draws.draw_validator(
-            self.book.secret, submission.intent.digest, submission.index, round_number, attempt, candidates
-        )
-        if drawn is None:
-            return
-        name = draws.job_id(self.book.secret, submission.index, round_number, attempt)
-        self.book.append("job", JobDrawn(name, submission.index, drawn, round_number, 0, 0))
-
     def open_jobs(self) -> Iterator[tuple[SubmissionState, JobDrawn]]:
         """Drawn jobs without a verdict, oldest submission first."""
         for index in self.book.window.unjudged:
             submission = self.book.state.submissions[index]
-            for number, job in submission.jobs.items():
-                if number not in submission.verdicts:
-                    yield submission, job
+            for number in submission.open_rounds:
+                yield submission, submission.jobs[number]
 
     async def redraw_forever(self) -> None:
         """Once a second, draw jobs that have no validator yet, or one that vanished or let the deadline pass."""
         while True:
             await asyncio.sleep(CLOCK_S)
             size = self.book.ledger.size
-            for index in list(self.book.window.undecided):
-                submission = self.book.state.submissions[index]
-                for round_number in self._rounds_needed(submission):
-                    if self._is_due(submission.jobs.get(round_number)):
-                        self._draw(submission, round_number)
+            self.drawing.keep_in_step()
+            waiting = [self.book.state.submissions[index] for index in self.book.window.unjudged]
+            for submission in waiting:
+                self._redraw(submission)
+            self._say_who_is_missing(sum(decision.next_round(one) is not None for one in waiting))
             if self.book.ledger.size > size:
                 await self.book.commit()
 
-    @staticmethod
-    def _rounds_needed(submission: SubmissionState) -> list[int]:
-        first = submission.verdicts.get(1)
-        rejected = first is not None and any(o.outcome == REJECT for o in first.verdict.outcomes)
-        wanted = [1] + ([2] if rejected or 2 in submission.jobs else [])
-        return [number for number in wanted if number not in submission.verdicts]
+    def _redraw(self, submission: SubmissionState) -> None:
+        if not submission.jobs:
+            self.drawing.first(submission.index)
+            return
+        for number in submission.open_rounds:
+            job = submission.jobs[number]
+            if self._is_due(job):
+                self.delivered.pop(job.job_id, None)  # if nobody else is there, the same one is asked again
+                if self.drawing.draw(submission, number):
+                    self.news.say(f"{self._name(job.validator)} does not answer; another validator is drawn")
+        number = decision.next_round(submission) or 0
+        if number:
+            self.drawing.draw(submission, number)
 
-    def _is_due(self, job: JobDrawn | None) -> bool:
-        if job is None:
-            return True
+    def _say_who_is_missing(self, waiting: int) -> None:
+        """Tell the operator, once, that what waits cannot be drawn: only another validator helps."""
+        present = len(self.book.state.present or ())
+        if waiting and present != self._told:
+            what = f"{waiting} submission{'s' * (waiting > 1)}"
+            if present == 0:
+                self.news.say(f"{what} can't be checked: no admitted validator is here. The operator must start one")
+            elif present == 1:
+                self.news.say(
+                    f"{what} can't be settled by the one validator that is here: a rejection needs a second one to "
+                    "repeat it. The operator must start another (`node join --role validator`, admitted in run.toml)"
+                )
+        self._told = present if waiting else None
+
+    def _is_due(self, job: JobDrawn) -> bool:
         sent = self.delivered.get(job.job_id)
         if sent is not None and self.monotonic() - sent > self.job_deadline_s:
             return True
-        if self.monotonic() - self.members.started < self.members.config.coordinator.member_timeout_s:
-            return False  # just started: validators had no chance to be heard yet
-        return not self.members.live(job.validator) and bool(self.members.validators())
+        return not self.members.live(job.validator)
+
+    def _name(self, key: bytes) -> str:
+        node = self.book.state.nodes.get(key)
+        return (node.name if node is not None else "") or key.hex()[:8]
 
     # --- answering ------------------------------------------------------------------------------------------------
 
@@ -137,17 +138,38 @@ class Judging:
         end = loop.time() + min(request.wait_ms / 1000, MAX_WAIT_S)
         while True:
             ticket = self.book.changes.ticket()
-            for submission, job in self.open_jobs():
-                sent = self.delivered.get(job.job_id)
-                if job.validator == node.key and (sent is None or self.monotonic() - sent > REDELIVER_S):
-                    self.delivered[job.job_id] = self.monotonic()
-                    await self.book.commit()
-                    return JobReply(self._seal(node, submission, job), 0)
+            found = self._choose(node.key)
+            if found is not None:
+                self.delivered[found[1].job_id] = self.monotonic()
+                await self.book.commit()
+                return JobReply(self._seal(node, *found), 0)
             left = end - loop.time()
             if left <= 0:
                 return JobReply(None, RETRY_MS)
             self.members.require(member)  # still here: it holds a request open
             await self.book.changes.wait(ticket, left)
+
+    def _choose(self, validator: bytes) -> tuple[SubmissionState, JobDrawn] | None:
+        """The job this validator gets next: the oldest of the class whose turn it is."""
+        first: dict[str, tuple[SubmissionState, JobDrawn]] = {}
+        for submission, job in self.open_jobs():
+            sent = self.delivered.get(job.job_id)
+            if job.validator == validator and (sent is None or self.monotonic() - sent > REDELIVER_S):
+                first.setdefault(self._class(submission), (submission, job))
+        if "trusted" in first and "probation" in first:
+            given = self.given.setdefault(validator, Counter())
+            turn = "probation" if given["probation"] * (PROBATION_TURN - 1) < given["trusted"] else "trusted"
+            given[turn] += len(first[turn][0].outcomes)
+            return first[turn]
+        return first.get("trusted") or first.get("probation") or first.get("suspended")
+
+    def _class(self, submission: SubmissionState) -> str:
+        """A node that earned trust keeps its place while a single rejection is looked into."""
+        owner = self.book.state.nodes[submission.owner]
+        if owner.state == "suspended":
+            return "suspended"
+        trusted = owner.accepted >= self.book.run.manifest.leases.probation_accepted
+        return "trusted" if trusted else "probation"
 
     def forget_deliveries(self, validator: bytes) -> None:
         """A validator that joined again lost what it was working on: its jobs are sent again."""
@@ -248,8 +270,7 @@ class Judging:
         self.book.append("verdict", subject=raw)
         counted = submission.verdicts[job.round].verdict
         rejected = [outcome.reason for outcome in counted.outcomes if outcome.outcome == REJECT]
-        if rejected and job.round == 1 and 2 not in submission.jobs and submission.index in self.book.window.undecided:
-            self._draw(submission, 2)
+        self.drawing.after_verdict(submission)
         if owner.state == "suspended" and before != "suspended":
             self.leasing.close_all_of(owner, f"owner suspended: {owner.reason}")
         self._tell(owner, before, rejected, len(counted.outcomes))

@@ -5,15 +5,18 @@ still enter a batch, in batches. A lease is issued iff `b + floor(q) - p <= max_
 its first rollouts will be trained at step b + floor(q). It is cut to what fits before that bound (`room`), so that its
 last rollouts are not too old either.
 
-A lease that came back empty is issued again with the same nonce, tasks and samples, to somebody who never had it: the
-same tokens come back, and dropping a lease gains nothing. Who returns nothing waits longer each time, and all who never
-returned anything together hold a quarter of what may be under way: keys are free, and would else hold all of it.
+A lease that came back empty, or whose rollouts no validator could decide, is issued again with the same nonce, tasks
+and samples before anything fresh is, to somebody who never had it: the same tokens come back, and dropping a lease
+gains nothing. Who lost one gets nothing new until it came back from somebody else, and who loses several in a row waits
+longer each time. All who never returned anything together hold a quarter of what may be under way, those of one address
+an eighth: keys are free, and would else hold all of it.
 
-Not covered: signing and answering (`coordinator`), batches (`batches`).
+Not covered: signing and answering (`leasing`), batches (`batches`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from protocol.draws import keyed
@@ -35,15 +38,18 @@ BACKOFF_MAX_MS = 300_000
 leases taken and given up."""
 
 NEWCOMERS_SHARE = 4
-"""Nodes without an accepted rollout together hold this fraction of the rollouts that may be under way. More lets free
-keys starve the run; less makes honest strangers wait longer for their first lease."""
+"""Nodes without an accepted rollout together hold this fraction of the rollouts that may be under way, until a
+validator has seen them: that is also all the unverified work they can give the validators. More lets free keys starve
+the run; less makes honest strangers wait longer for their first lease."""
+
+ADDRESS_SHARE = 8
+"""The same for the newcomers of one address: one machine with many fresh keys is half of the newcomers at most."""
 
 
 @dataclass(frozen=True)
 class Bounds:
     """What the operator, not the manifest, decides about leases."""
 
-    manifest_hash: bytes
     max_bytes: int
     """Bound on the compressed submission of a lease."""
     open_leases: int
@@ -108,17 +114,21 @@ def decide(
     secret: bytes,
     bounds: Bounds,
     now_ms: int,
+    present: Collection[bytes] = (),
+    neighbours: Collection[bytes] = (),
 ) -> Decision:
     """Answer one `lease.next`.
 
     Args:
-        now_ms: the coordinator's time.
         capacity: rollouts the node's engine takes at once.
         uploading: leases whose upload is arriving now; they are not sent again.
         secret: the coordinator's, 32 bytes: ids and nonces derive from it and the number of leases so far.
+        now_ms: the coordinator's time.
+        present: keys of inference nodes that were heard from lately.
+        neighbours: keys that speak from this node's address, its own included.
     """
-    manifest = state.manifest
-    assert manifest is not None
+    manifest, chain = state.manifest, state.chain
+    assert manifest is not None and chain is not None
     if node.role != "inference":
         return Decision("leave", f"{node.role} nodes get no leases")
     if node.state == "suspended":
@@ -140,19 +150,25 @@ def decide(
     wait_s = (node.lost_time + backoff_ms(node.unreturned) - now_ms) / 1000
     if wait_s > 0:
         return Decision("wait", f"its last {node.unreturned} leases brought nothing; the next one in {wait_s:.0f} s")
-    refusal = pacing(state, window, manifest)
-    if refusal:
-        return Decision("wait", refusal)
-    if node.accepted == 0 and not _newcomer_fits(state, window, manifest):
-        return Decision("wait", "enough newcomers are at work; one place is free when one of them is done")
+    if is_held_back(state, window, node, present, now_ms):
+        return Decision("wait", "its last lease is being done again by another node")
     policy = state.newest_policy
-    assert policy is not None
-    size = _size(manifest, node, capacity, room(state, window, manifest, policy.step))
-    old = reissue(state, window, node, size)
-    lease = _fresh(window, manifest, policy, size, secret) if old is None else old
+    if policy is None:
+        return Decision("wait", "no weights are published yet")
+    if node.accepted == 0:
+        crowd = _crowd(state, window, manifest, neighbours)
+        if crowd:
+            return Decision("wait", crowd)
+    lease = reissue(state, window, node, capacity)
+    if lease is None:
+        refusal = pacing(state, window, manifest)
+        if refusal:
+            return Decision("wait", refusal)
+        size = _size(manifest, node, capacity, room(state, window, manifest, policy.step))
+        lease = _fresh(window, manifest, policy, size, secret)
     fixed = Lease(
         lease_id=keyed(secret, "lease", window.leases)[:16],
-        manifest=bounds.manifest_hash,
+        manifest=chain.hash,
         epoch=lease.epoch,
         step=lease.step,
         root=lease.root,
@@ -181,12 +197,44 @@ def backoff_ms(lost: int) -> int:
     return 0 if lost <= FREE_FAILURES else min(BACKOFF_MAX_MS, BACKOFF_MS << min(lost - FREE_FAILURES - 1, 20))
 
 
-def _newcomer_fits(state: RunState, window: Window, manifest: RunManifest) -> bool:
-    """Whether one more first lease fits into the newcomers' share; one always does."""
-    held = [state.leases[lease_id] for lease_id in window.open]
-    newcomers = sum(lease.rollouts for lease in held if state.nodes[lease.owner].accepted == 0)
-    share = (manifest.leases.max_staleness + 1) * batch_rollouts(manifest) // NEWCOMERS_SHARE
-    return newcomers == 0 or newcomers + manifest.leases.probation_first_rollouts <= share
+def is_held_back(state: RunState, window: Window, node: NodeState, present: Collection[bytes], now_ms: int) -> bool:
+    """Whether this node has lost a lease that somebody else is doing again, or could do.
+
+    Without this a node could look at a lease, give it up and take the next one until it likes what it sampled. It ends
+    when the lease came back, its policy is too old, or nobody took it for as long as a lease lasts.
+    """
+    manifest = state.manifest
+    assert manifest is not None
+    for lease_id, lost in window.lost.items():
+        if lost.owner != node.key or now_ms >= lost.time + manifest.leases.lease_ms:
+            continue
+        nonce = state.leases[lease_id].lease.nonce
+        if nonce not in window.again:
+            return True  # somebody has it now
+        had = window.owners.get(nonce, set())
+        if any(key not in had and state.nodes[key].state in ("active", "probation") for key in present):
+            return True
+    return False
+
+
+def unverified(state: RunState, window: Window, keys: Collection[bytes]) -> int:
+    """Rollouts leased to these keys that no validator has decided yet, those that were not uploaded included."""
+    held = [*window.open, *(state.submissions[index].lease_id for index in window.undecided)]
+    return sum(state.leases[lease_id].rollouts for lease_id in held if state.leases[lease_id].owner in keys)
+
+
+def _crowd(state: RunState, window: Window, manifest: RunManifest, neighbours: Collection[bytes]) -> str:
+    """Why one more first lease does not fit; empty when it does. One always fits."""
+    under_way = (manifest.leases.max_staleness + 1) * batch_rollouts(manifest)
+    newcomers = {key for key, node in state.nodes.items() if node.role == "inference" and node.accepted == 0}
+    first = manifest.leases.probation_first_rollouts
+    held = unverified(state, window, newcomers)
+    if held and held + first > under_way // NEWCOMERS_SHARE:
+        return "enough newcomers are at work; one place is free when one of them is done"
+    near = unverified(state, window, newcomers.intersection(neighbours))
+    if near and near + first > under_way // ADDRESS_SHARE:
+        return "enough newcomers of this address are at work; one place is free when a validator has seen one of them"
+    return ""
 
 
 def _fresh(window: Window, manifest: RunManifest, policy: PolicyState, size: tuple[int, int], secret: bytes) -> Lease:
@@ -208,20 +256,22 @@ def _fresh(window: Window, manifest: RunManifest, policy: PolicyState, size: tup
     )
 
 
-def reissue(state: RunState, window: Window, node: NodeState, size: tuple[int, int]) -> Lease | None:
-    """The oldest closed lease this node may take over: fresh enough, no larger than its own, never held by it."""
+def reissue(state: RunState, window: Window, node: NodeState, capacity: int) -> Lease | None:
+    """What this node takes over of the oldest lease that waits to be done again: fresh enough, no more than its own
+    leases hold, and nothing it ever had itself. The rest goes to the next one who asks."""
     manifest = state.manifest
     assert manifest is not None
     rooms: dict[int, int] = {}
-    for lease_id in window.closed:
-        held = state.leases[lease_id]
-        if held.lease.step not in rooms:
-            rooms[held.lease.step] = room(state, window, manifest, held.lease.step)
-        if rooms[held.lease.step] <= 0:
+    for nonce, waiting in window.again.items():
+        lease = state.leases[waiting.lease_id].lease
+        if lease.step not in rooms:
+            rooms[lease.step] = room(state, window, manifest, lease.step)
+        if rooms[lease.step] <= 0 or node.key in window.owners.get(nonce, ()):
             continue
-        if node.key in window.owners.get(held.lease.nonce, ()) or held.rollouts > size[0] * size[1]:
-            continue
-        return replace(held.lease, lease_id=bytes(16))
+        tasks, samples = _size(manifest, node, capacity, rooms[lease.step])
+        fitting = tasks * samples // lease.samples
+        if fitting:
+            return replace(lease, lease_id=bytes(16), tasks=tuple(waiting.tasks[:fitting]))
     return None
 
 

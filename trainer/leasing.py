@@ -116,6 +116,8 @@ class Leasing:
             secret=self.book.secret,
             bounds=self.bounds,
             now_ms=self.book.now_ms(),
+            present=self.members.present() if self.book.window.lost else (),
+            neighbours=self.members.neighbours(node) if node.accepted == 0 else (),
         )
 
     async def _issue(self, node: NodeState, lease: Lease) -> bytes:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from protocol.admission import Blocked, is_loopback
 from protocol.control import Member
 from protocol.envelope import open_envelope, parse
 from protocol.errors import DecodeError, ProtocolError, ReasonCode, TransportError
@@ -30,14 +31,12 @@ from trainer.book import Book
 from trainer.config import RunConfig
 from trainer.news import News
 from trainer.parents import Parents, Seen
+from trainer.quotas import JoinBudget
 
 REPROVE_S = 600.0
 RETRY_S = 2.0
 PROBE_S = 5.0
 MAX_CHALLENGE_BYTES = 4 * KIB
-MAX_NEW_JOINS = 600
-"""Joins that change the ledger, in one burst. Keys are free: without a cap a stranger fills the disk."""
-JOINS_PER_S = 5.0
 
 
 @dataclass
@@ -46,6 +45,8 @@ class Session:
 
     heard: float
     """Monotonic seconds."""
+    address: str = ""
+    """The address group it spoke from last; empty until it spoke."""
     step: int = 0
     activity: str = ""
     done: int = 0
@@ -62,6 +63,8 @@ class Proof:
     """When the relay announced it."""
     proven: bool = False
     failure: str = ""
+    address: str = ""
+    """What its name resolved to when it answered last."""
 
 
 @dataclass
@@ -78,11 +81,12 @@ class Members:
     """Relays left out of the plan without proof; `trainer.reports` knows."""
     parents: Parents = field(init=False)
     started: float = field(init=False)
-    _tokens: float = MAX_NEW_JOINS
-    _refilled: float = field(init=False)
+    budget: JoinBudget = field(init=False)
+    blocked: Blocked = field(default_factory=Blocked)
+    """Addresses the operator stopped all traffic with."""
 
     def __post_init__(self) -> None:
-        self.started = self._refilled = self.monotonic()
+        self.started = self.monotonic()
         self.parents = Parents(
             self.book,
             self.config,
@@ -90,6 +94,9 @@ class Members:
             lambda: self.distrusted(),
             lambda: self.monotonic() - self.started,
         )
+        self.budget = JoinBudget(self.config.coordinator.joins_per_address, self.monotonic)
+        for key in self.book.state.present or ():
+            self.sessions[key] = Session(self.started)  # whoever was here gets the time to be heard again
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -97,8 +104,9 @@ class Members:
         """The joined node that sent this message; it counts as heard from now.
 
         Raises:
-            ProtocolError: `not-joined`, or of another role.
+            ProtocolError: `not-joined`, revoked, or of another role.
         """
+        self.check_key(member.envelope.signer)
         node = self.book.state.nodes.get(member.envelope.signer)
         if node is None:
             raise ProtocolError("this key has not joined the run; join first", ReasonCode.NOT_JOINED)
@@ -106,8 +114,42 @@ class Members:
             raise ProtocolError("this key joined over another transport key; join again", ReasonCode.NOT_JOINED)
         if role is not None and node.role != role:
             raise ProtocolError(f"only {role} nodes may ask this; this key is a {node.role}", ReasonCode.NOT_GRANTED)
-        self.sessions.setdefault(node.key, Session(0.0)).heard = self.monotonic()
+        self._hear(node.key, member.address)
         return node
+
+    def check_key(self, key: bytes) -> None:
+        """Raises ProtocolError(`key-revoked`) for a key the run's root took back."""
+        chain = self.book.state.chain
+        if chain is not None and chain.revocations and chain.revoked(key, self.book.ledger.size):
+            reason = next(item.reason for item in reversed(chain.revocations) if item.key == key)
+            raise ProtocolError(
+                f"this key was revoked by the run's root ({reason}); ask its operator, or take part with a new key",
+                ReasonCode.KEY_REVOKED,
+            )
+
+    def _hear(self, key: bytes, address: str) -> None:
+        session = self.sessions.get(key)
+        if session is None:
+            session = self.sessions[key] = Session(0.0)
+        session.heard, session.address = self.monotonic(), address or session.address
+
+    def address_of(self, key: bytes) -> str | None:
+        """The network address a member spoke from last, an IPv6 one without its last 64 bits; None when unknown."""
+        session = self.sessions.get(key)
+        return None if session is None or not session.address else session.address.split("/")[0]
+
+    def neighbours(self, node: NodeState) -> set[bytes]:
+        """Keys that speak from this node's address, its own included. Nobody's are counted together on loopback of a
+        run that allows private addresses: there a whole demo is one address."""
+        own = self.sessions.get(node.key)
+        if own is None or not own.address or (is_loopback(own.address) and self.book.run.manifest.allow_private):
+            return {node.key}
+        return {key for key, session in self.sessions.items() if session.address == own.address}
+
+    def present(self) -> set[bytes]:
+        """Inference nodes heard from lately."""
+        nodes = self.book.state.nodes
+        return {key for key in self.sessions if self.live(key) and key in nodes and nodes[key].role == "inference"}
 
     def granted(self, key: bytes, role: str) -> bool:
         return role in self.book.state.grants.get(key, set())
@@ -118,10 +160,14 @@ class Members:
         return session is not None and self.monotonic() - session.heard < self.config.coordinator.member_timeout_s
 
     def validators(self) -> list[bytes]:
-        """Joined validators that the operator admitted and that were heard from lately."""
-        nodes = self.book.state.nodes.values()
-        admitted = (node.key for node in nodes if node.role == "validator" and self.granted(node.key, "validator"))
-        return [key for key in admitted if self.live(key)]
+        """Joined validators that the operator admitted, nobody revoked, and that were heard from lately."""
+        nodes = self.book.state.nodes
+        admitted = (key for key, roles in self.book.state.grants.items() if "validator" in roles and key in nodes)
+        return [
+            key
+            for key in admitted
+            if nodes[key].role == "validator" and nodes[key].state != "suspended" and self.live(key)
+        ]
 
     def weights(self, node: NodeState) -> tuple[str, ...]:
         """URLs `node` pulls weights from, best first."""
@@ -150,15 +196,17 @@ class Members:
             ProtocolError: a role this key may not take, a transport key it does not hold, an old version.
         """
         key = member.envelope.signer
+        self.check_key(key)
         self._check_join(member, request)
         known = self.book.joins.get(key)
         if known is None or not _same_join(parse(known).record(JoinRequest), request):
-            self._spend_token()
+            self.budget.spend(member.address)
             self.book.append("node.joined", subject=member.envelope.raw)
             await self.book.commit()
             self.news.say(f"{request.name or 'a node'} joined as {request.role}")
+            self.book.log.event("node.joined", node=key, role=request.role, name=request.name)
         node = self.book.state.nodes[key]
-        self.sessions.setdefault(key, Session(0.0)).heard = self.monotonic()
+        self._hear(key, member.address)
         if request.role == "relay":
             self._register_addresses(key, request.addresses)
         self.book.changes.notify()
@@ -170,6 +218,8 @@ class Members:
             ingress=self.book.run.manifest.ingress[0],
             heartbeat_ms=self.book.run.manifest.leases.heartbeat_ms,
             message=self._welcome(node),
+            manifest=self.book.manifest_hash,
+            tree=self.book.tree_head(),
             passes=self.passes(node),
         )
 
@@ -190,6 +240,8 @@ class Members:
             accepted=node.accepted,
             rejected=node.rejected,
             reason=node.reason if node.state in ("paused", "suspended") else "",
+            manifest=self.book.manifest_hash,
+            tree=self.book.tree_head(),
             passes=self.passes(node),
         )
 
@@ -218,19 +270,20 @@ class Members:
                 ReasonCode.NOT_GRANTED,
             )
 
-    def _spend_token(self) -> None:
-        now = self.monotonic()
-        self._tokens = min(MAX_NEW_JOINS, self._tokens + (now - self._refilled) * JOINS_PER_S)
-        self._refilled = now
-        if self._tokens < 1:
-            raise ProtocolError("too many new members at once; try again in a minute", ReasonCode.BUSY)
-        self._tokens -= 1
-
     def _welcome(self, node: NodeState) -> str:
         manifest = self.book.run.manifest
         if node.role == "relay" and not self.granted(node.key, "relay"):
             return "not admitted as a relay yet: the address is not handed out until the operator adds this peer id"
         return f"Contact: {manifest.contact}. {manifest.privacy}"
+
+    def block(self, addresses: list[str]) -> None:
+        """Stop handing out and probing relay addresses in these networks."""
+        self.blocked = Blocked(addresses)
+        for proof in self.proofs.values():
+            if proof.proven and self.blocked.covers(proof.address):
+                proof.proven, proof.failure = False, "the operator blocked its address"
+            proof.next_probe = 0.0
+        self.book.changes.notify()
 
     # --- relay addresses ------------------------------------------------------------------------------------------
 
@@ -259,7 +312,7 @@ class Members:
     async def _prove(self, session: aiohttp.ClientSession, key: bytes, url: str, proof: Proof) -> None:
         was, failure = proof.proven, ""
         try:
-            await self._challenge(session, key, url)
+            proof.address = await self._challenge(session, key, url)
         except (ProtocolError, aiohttp.ClientError, TimeoutError, OSError) as exc:
             failure = str(exc) or type(exc).__name__
         proof.proven, proof.next_probe = not failure, self.monotonic() + (RETRY_S if failure else REPROVE_S)
@@ -269,7 +322,8 @@ class Members:
             self.book.changes.notify()
         proof.failure = failure
 
-    async def _challenge(self, session: aiohttp.ClientSession, key: bytes, url: str) -> None:
+    async def _challenge(self, session: aiohttp.ClientSession, key: bytes, url: str) -> str:
+        """Ask one address for the relay's signature; returns the network address that answered."""
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None or parts.username is not None:
             raise DecodeError(f"{url!r} is no plain http address")
@@ -286,12 +340,15 @@ class Members:
         envelope = open_envelope(raw, run=self.book.run.id, kind=CHALLENGE_KIND, signer=key)
         if envelope.record(Challenge).nonce != nonce:
             raise TransportError("answered the challenge with another nonce")
+        return address
 
     async def _resolve(self, host: str, port: int) -> str:
         """One address of `host` that may be used: global unicast, or anything where the run allows private ones."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         for *_, where in found:
             address = ipaddress.ip_address(where[0])
+            if self.blocked.covers(str(where[0])):
+                raise TransportError(f"{host} is {where[0]}, which the operator blocked")
             if self.book.run.manifest.allow_private or (address.is_global and not address.is_multicast):
                 return str(address)
         raise TransportError(f"{host} is no public address; the relay must announce one that is")

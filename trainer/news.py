@@ -13,6 +13,7 @@ from typing import TextIO
 
 from protocol.commands import printable
 from protocol.errors import ReasonCode
+from protocol.logs import EventFile
 
 KEPT = 64
 
@@ -26,6 +27,9 @@ _WORDS = {
     ReasonCode.TOKEN_NOT_FORCED: "the lease's seed forces other tokens",
     ReasonCode.LOGPROB_MISMATCH: "their log-probabilities are not the model's",
     ReasonCode.REWARD_MISMATCH: "the claimed reward is not the task's",
+    ReasonCode.DROPPED_RESULTS: "the leases it gave up held worse results than those it returned, far beyond chance",
+    ReasonCode.RELAY_LIED: "it signed other bytes than the origin did",
+    ReasonCode.KEY_REVOKED: "the run's root revoked the key",
 }
 
 
@@ -38,8 +42,13 @@ def in_words(reason: str) -> str:
 class News:
     """The last events, oldest first."""
 
-    def __init__(self, out: TextIO = sys.stderr, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, out: TextIO = sys.stderr, clock: Callable[[], float] = time.time, log: EventFile | None = None
+    ) -> None:
         self.events: deque[dict[str, object]] = deque(maxlen=KEPT)
+        self.log = log or EventFile(None)
+        """Where the same sentences go for programs, as `news` events."""
+        self._said: deque[str] = deque(maxlen=KEPT)
         self._out = out
         self._clock = clock
 
@@ -51,3 +60,10 @@ class News:
         stamp = time.strftime("%H:%M:%S", time.localtime(now))
         self._out.write(f"{stamp} {text}\n")
         self._out.flush()
+        self.log.event("news", text=text)
+
+    def say_once(self, text: str) -> None:
+        """The same, unless it was said lately: for what is found wrong again and again."""
+        if text not in self._said:
+            self._said.append(text)
+            self.say(text)

@@ -4,7 +4,7 @@
 every step, so this keeps what can still matter, by looking at each ledger entry once, in order. The same entries give
 the same window, whether seen live or after a restart.
 
-Not covered: decisions (`leases`, `draws`, `batches`), which read the state and a window.
+Not covered: decisions (`leases`, `drawing`, `batches`), which read the state and a window.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from protocol.envelope import parse
 from protocol.records import Lease, LedgerEntry
-from protocol.state import LeaseState, RunState, SubmissionState
+from protocol.state import ACCEPTED, PENDING, UNDECIDED, LeaseState, RunState, SubmissionState
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,26 @@ class Group:
 
 
 @dataclass
+class Again:
+    """Tasks of one lease that brought nothing and wait to be leased again under the same nonce."""
+
+    lease_id: bytes
+    """The lease they were last in: its policy, environment and number of samples are kept."""
+    tasks: list[int]
+
+
+@dataclass
+class Lost:
+    """A lease its node gave up or let expire, until all its tasks came back from somebody else."""
+
+    owner: bytes
+    missing: set[int]
+    """Tasks no other node has submitted yet."""
+    time: int
+    """Ledger time of the loss."""
+
+
+@dataclass
 class Window:
     """What is not settled. `observe` must be called once for each entry, after `RunState.apply`."""
 
@@ -42,8 +62,10 @@ class Window:
     """Leases handed out and not yet submitted or closed, oldest first."""
     live: dict[bytes, None] = field(default_factory=dict)
     """Leases with a group that may still enter a batch, oldest first."""
-    closed: dict[bytes, None] = field(default_factory=dict)
-    """Closed leases waiting to be issued again, oldest first."""
+    again: dict[bytes, Again] = field(default_factory=dict)
+    """Nonce -> tasks waiting to be leased again, oldest first."""
+    lost: dict[bytes, Lost] = field(default_factory=dict)
+    """Lease id -> what is missing of it. A node with one of these gets nothing new (`leases.decide`)."""
     envelopes: dict[bytes, bytes] = field(default_factory=dict)
     """The signed bytes of open leases, to answer the same request again."""
     undecided: dict[int, None] = field(default_factory=dict)
@@ -56,6 +78,8 @@ class Window:
     next_task: int = 0
     leases: int = 0
     """Leases ever issued."""
+    in_period: int = 0
+    """Submissions since the newest draw period was opened."""
     batches: int = 0
     """Batches closed, which is the step of the next one."""
     settled: Counter[str] = field(default_factory=Counter)
@@ -72,10 +96,14 @@ class Window:
         if entry.event == "lease":
             self._lease(index, entry)
         elif entry.event == "lease.closed":
-            self._closed()
+            self._closed(entry.time)
         elif entry.event == "submission":
             self._submission(index)
-        elif entry.event in ("verdict", "batch", "policy"):
+        elif entry.event == "draws.opened":
+            self.in_period = 0
+        elif entry.event in ("verdict", "batch", "policy", "evidence.drop", "run.updated"):
+            if self.state.manifest is not None:
+                self.max_staleness = self.state.manifest.leases.max_staleness
             self.batches = len(self.state.batches)
             self._settle()
 
@@ -89,15 +117,28 @@ class Window:
         self.live[lease.lease_id] = None
         self.envelopes[lease.lease_id] = entry.subject
         self.owners.setdefault(lease.lease.nonce, set()).add(lease.owner)
-        for other in [i for i in self.closed if self.state.leases[i].lease.nonce == lease.lease.nonce]:
-            del self.closed[other]
+        waiting = self.again.get(lease.lease.nonce)
+        if waiting is not None:
+            waiting.tasks = [task for task in waiting.tasks if task not in lease.lease.tasks]
+            if not waiting.tasks:
+                del self.again[lease.lease.nonce]
 
-    def _closed(self) -> None:
+    def _closed(self, time: int) -> None:
         for lease_id in [i for i in self.open if self.state.leases[i].status == "closed"]:
+            held = self.state.leases[lease_id]
             del self.open[lease_id]
             del self.envelopes[lease_id]
             self.live.pop(lease_id, None)
-            self.closed[lease_id] = None
+            self._wait_again(held, held.lease.tasks)
+            if self.state.nodes[held.owner].state != "suspended" and not self.outage_ms(held.index):
+                self.lost[lease_id] = Lost(held.owner, set(held.lease.tasks), time)
+
+    def _wait_again(self, held: LeaseState, tasks: tuple[int, ...]) -> None:
+        waiting = self.again.get(held.lease.nonce)
+        if waiting is None:
+            self.again[held.lease.nonce] = Again(held.lease_id, list(tasks))
+        else:
+            waiting.tasks = sorted({*waiting.tasks, *tasks})
 
     def _submission(self, index: int) -> None:
         submission = self.state.submissions.get(index)
@@ -105,17 +146,26 @@ class Window:
             return  # the state refused it
         self.open.pop(submission.lease_id, None)
         self.envelopes.pop(submission.lease_id, None)
+        self.in_period += 1
         self.undecided[index] = None
         self.unjudged[index] = None
+        held = self.state.leases[submission.lease_id]
+        for lease_id in [i for i in self.lost if self.state.leases[i].lease.nonce == held.lease.nonce]:
+            lost = self.lost[lease_id]
+            if lost.owner != held.owner:
+                lost.missing.difference_update(held.lease.tasks)
+                if not lost.missing:
+                    del self.lost[lease_id]
         self._settle()
 
     def _settle(self) -> None:
         """Drop what can no longer change anything."""
         for index in list(self.undecided):
-            outcomes = self.state.submissions[index].outcomes
-            if all(outcome.status != "pending" for outcome in outcomes):
+            submission = self.state.submissions[index]
+            if all(outcome.status != PENDING for outcome in submission.outcomes):
                 del self.undecided[index]
-                self.settled.update(outcome.status for outcome in outcomes)
+                self.settled.update(outcome.status for outcome in submission.outcomes)
+                self._repeat_undecided(submission)
         for index in [i for i in self.unjudged if i not in self.undecided]:
             submission = self.state.submissions[index]
             if submission.verdict_index is not None or submission.jobs.keys() <= submission.verdicts.keys():
@@ -125,12 +175,26 @@ class Window:
                 group.status in ("dead", "trained") for group in self.groups(lease_id)
             ):
                 del self.live[lease_id]
-        for lease_id in list(self.closed):
-            if not self.fresh(self.state.leases[lease_id]):
-                del self.closed[lease_id]
-        if len(self.owners) > 4 * (len(self.open) + len(self.live) + len(self.closed)) + 64:
-            known = {self.state.leases[i].lease.nonce for i in [*self.open, *self.live, *self.closed]}
+        for nonce, waiting in list(self.again.items()):
+            if not self.fresh(self.state.leases[waiting.lease_id]):
+                del self.again[nonce]
+        for lease_id, lost in list(self.lost.items()):
+            if not self.fresh(self.state.leases[lease_id]) or self.state.nodes[lost.owner].state == "suspended":
+                del self.lost[lease_id]
+        if len(self.owners) > 4 * (len(self.open) + len(self.live) + len(self.again)) + 64:
+            known = {self.state.leases[i].lease.nonce for i in [*self.open, *self.live]} | self.again.keys()
             self.owners = {nonce: keys for nonce, keys in self.owners.items() if nonce in known}
+
+    def _repeat_undecided(self, submission: SubmissionState) -> None:
+        """Groups that no validator could decide are sampled again by somebody else: nobody may drop them that way."""
+        held = self.state.leases[submission.lease_id]
+        undecided = []
+        for group in self.groups(submission.lease_id):
+            statuses = {submission.outcomes[position].status for position in group.rollouts}
+            if UNDECIDED in statuses and statuses <= {UNDECIDED, ACCEPTED}:
+                undecided.append(group.task)
+        if undecided and self.fresh(held):
+            self._wait_again(held, tuple(undecided))
 
     def fresh(self, lease: LeaseState) -> bool:
         """Whether the next batch could still take this lease's rollouts."""
@@ -151,9 +215,9 @@ class Window:
         if submission is None:
             return "open"
         outcomes = [submission.outcomes[i].status for i in rollouts]
-        if any(status not in ("pending", "accepted") for status in outcomes):
+        if any(status not in (PENDING, ACCEPTED) for status in outcomes):
             return "dead"
-        if "pending" in outcomes:
+        if PENDING in outcomes:
             return "undecided"
         trained = (submission.index, rollouts[0]) in self.state.trained
         return "trained" if trained else "accepted"

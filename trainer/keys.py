@@ -1,0 +1,194 @@
+"""`trainer key rotate|revoke`: how the holder of a run's root key changes its online keys and takes keys back.
+
+    keys/ROLE-<n>.pem  ->  updates/00000<n>.hw (signed by the root)  ->  the coordinator enters it  ->  members follow
+
+The root key is needed for this and nothing else; it may lie on another disk (`--root`). The new key is on the disk
+before the update that names it, so a crash between them leaves a key nobody names, which the same command then uses.
+
+Not covered: what an update may say (`protocol.chain`), following it (`trainer.coordinator`, `node`).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from protocol.chain import ONLINE_ROLES, Chain, Revocation, RunUpdate, delegate, seal_update
+from protocol.envelope import parse
+from protocol.errors import LedgerError, ManifestError, ProtocolError, UsageError
+from protocol.files import fsync_dir, write_atomic
+from protocol.identity import Identity, load_identity, load_or_create_identity, parse_peer_id, peer_id_text
+from protocol.manifest import ShareCode, format_share_code
+from protocol.run_files import KEY_FILES, load_chain, update_file
+from trainer.config import RunConfig
+
+DAY_MS = 86_400_000
+EARLY_MS = DAY_MS
+"""A delegation holds from a day before it was made: the machine with the root key may have another idea of the time."""
+
+LIFETIME_MS = 366 * DAY_MS
+"""How long a rotated key is good for; rotating again prolongs the run. A longer one helps whoever stole the key."""
+
+ROLES = {"coordinator": "coordinator", "origin": "origin", "transport": "coordinator_transport"}
+"""Words of the command line -> fields of the manifest."""
+
+_NEXT = {
+    "coordinator": "a running `trainer serve` begins again with the new key within seconds, any other when it starts",
+    "origin": "restart `shardcast publish {run}`: it reads its key when it starts",
+    "transport": "a running `trainer serve` begins again with the new key within seconds; {run}/join.hw is a new share "
+    "code, give it to nodes that join from now on",
+}
+
+
+def rotate(config: RunConfig, role: str, root: Path | None) -> dict[str, Any]:
+    """Make a new key for an online role and let the root name it.
+
+    Args:
+        role: `coordinator`, `origin` or `transport`.
+        root: the root key's file; RUN/keys/root.pem by default.
+
+    Returns:
+        What was done: run, update, role, peer_id, file, next.
+
+    Raises:
+        UsageError: no root key, or it is not this run's.
+    """
+    run_dir, field = config.run_dir, ROLES[role]
+    chain = load_chain(run_dir)
+    signer = _root(run_dir, chain, root)
+    number = len(chain.links) + 1
+    file = run_dir / "keys" / f"{KEY_FILES[field]}-{number}.pem"
+    public = load_or_create_identity(file).public
+    now = int(time.time() * 1000)
+    sequence = 1 + max((one.sequence for one in chain.delegations), default=0)
+    roles = tuple(one for one in ONLINE_ROLES if one == field)
+    delegation = delegate(
+        signer,
+        chain.genesis.id,
+        public,
+        roles,
+        not_before=now - EARLY_MS,
+        expires=now + LIFETIME_MS,
+        sequence=sequence,
+    )
+    update = RunUpdate(delegations=(delegation,), note=f"a new {role} key")
+    named: dict[str, Any] = {field: public}
+    update = replace(update, **named)
+    if role == "transport":
+        old = peer_id_text(chain.current.manifest.coordinator_transport)
+        addresses = chain.current.manifest.control
+        update = replace(update, control=tuple(text.replace(old, peer_id_text(public)) for text in addresses))
+    chain = _write(run_dir, chain, signer, update, now)
+    if role == "transport":
+        code = ShareCode(chain.genesis.id, public, chain.current.manifest.control)
+        write_atomic(run_dir / "join.hw", (format_share_code(code) + "\n").encode())
+    return {
+        "run": chain.genesis.id.hex(),
+        "update": number,
+        "role": role,
+        "peer_id": peer_id_text(public),
+        "file": str(file),
+        "next": _NEXT[role].format(run=run_dir),
+    }
+
+
+def revoke(config: RunConfig, peer: str, reason: str, root: Path | None, index: int | None = None) -> dict[str, Any]:
+    """Take a key back: what it signs from a ledger entry on counts for nothing.
+
+    Args:
+        peer: the key as a peer id.
+        index: ledger entry from which it counts; the next one by default.
+
+    Raises:
+        UsageError: no peer id, an online key in use, already revoked, or no root key.
+    """
+    run_dir = config.run_dir
+    try:
+        key = parse_peer_id(peer)
+    except ProtocolError as exc:
+        raise UsageError(f"{peer!r} is no peer id; `trainer status --json` and `node id` show them") from exc
+    chain = load_chain(run_dir)
+    signer = _root(run_dir, chain, root)
+    for word, field in ROLES.items():
+        if getattr(chain.current.manifest, field) == key:
+            raise UsageError(
+                f"{peer} is the run's {word} key in use; give the run another one first: trainer key rotate {word} "
+                f"{run_dir}, then revoke this one"
+            )
+    size = ledger_size(config)
+    at = size if index is None else index
+    if any(item.key == key and item.index <= at for item in chain.revocations):
+        raise UsageError(f"{peer} is already revoked")
+    if at > size:
+        raise UsageError(f"--from {at} is beyond the ledger's {size} entries; a key is revoked from what is there on")
+    update = RunUpdate(revocations=(Revocation(key, at, reason[:200]),), note=f"revoked: {reason}"[:200])
+    chain = _write(run_dir, chain, signer, update, int(time.time() * 1000))
+    return {
+        "run": chain.genesis.id.hex(),
+        "update": len(chain.links),
+        "peer_id": peer,
+        "from": at,
+        "next": "a running `trainer serve` follows within seconds, members with their next heartbeat",
+    }
+
+
+def in_words(update: RunUpdate) -> str:
+    """What an update changes, for people."""
+    said = [f"a new {word} key ({peer_id_text(getattr(update, field))})" for word, field in ROLES.items()
+            if getattr(update, field) is not None]  # fmt: skip
+    said += [f"{peer_id_text(gone.key)} is revoked ({gone.reason})" for gone in update.revocations]
+    said += [
+        words
+        for words, there in (
+            ("new thresholds", update.thresholds),
+            ("another lease policy", update.leases),
+            ("new addresses", update.control or update.ingress),
+            (f"protocol versions from {update.lowest_version:#06x} on", update.lowest_version),
+        )
+        if there
+    ]
+    return "; ".join(said) or update.note or "nothing"
+
+
+def ledger_size(config: RunConfig) -> int:
+    """Entries in the run's ledger, whether a coordinator is writing it or not."""
+    path = config.state_dir / "ledger.db"
+    if not path.exists():
+        return 0
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as db:
+            (last,) = db.execute("SELECT COALESCE(MAX(idx) + 1, 0) FROM leaves").fetchone()
+    except sqlite3.Error as exc:
+        raise LedgerError(f"{path} can't be read ({exc}); the operator must restore it from a backup") from exc
+    return int(last)
+
+
+def _root(run_dir: Path, chain: Chain, path: Path | None) -> Identity:
+    file = path or run_dir / "keys" / "root.pem"
+    if not file.exists():
+        raise UsageError(f"the root key {file} is not there; whoever keeps it offline must give its place: --root PATH")
+    identity = load_identity(file)
+    if identity.public != chain.genesis.manifest.root:
+        raise UsageError(f"{file} is not the root key of this run; its holder must give the right one: --root PATH")
+    return identity
+
+
+def _write(run_dir: Path, chain: Chain, root: Identity, update: RunUpdate, now: int) -> Chain:
+    """Sign the next link and put it where the coordinator looks."""
+    number = len(chain.links) + 1
+    sequence = 1 + max((parse(link.raw).sequence for link in chain.links), default=0)
+    try:
+        raw = seal_update(root, chain, update, sequence=sequence, issued_at=now)
+    except ManifestError as exc:
+        raise UsageError(f"this change would not hold ({exc})") from exc
+    path = update_file(run_dir, number)
+    path.parent.mkdir(exist_ok=True)
+    fsync_dir(run_dir)
+    if path.exists():
+        raise UsageError(f"{path} was written a moment ago by somebody else; run the command again")
+    write_atomic(path, raw)
+    return chain.extend(raw)
