@@ -71,12 +71,19 @@ def job_token(secret: bytes, job: bytes) -> bytes:
     return keyed(secret, "token", job)[:16]
 
 
-def wants_second(secret: bytes, digest: bytes, submission: int, rate: float, probation: bool) -> bool:
+def wants_second(
+    secret: bytes,
+    digest: bytes,
+    submission: int,
+    rate: float,
+    probation: bool,
+    factor: float = SECOND_DRAW_IN_PROBATION,
+) -> bool:
     """Whether a second validator checks this submission whatever the first one says.
 
     Args:
-        rate: share of an active node's submissions, 0..1; four times that in probation.
+        rate: share of an active node's submissions, 0..1; `factor` times that in probation.
     """
-    share = min(1.0, rate * (SECOND_DRAW_IN_PROBATION if probation else 1.0))
+    share = min(1.0, rate * (factor if probation else 1.0))
     number = int.from_bytes(keyed(secret, "second", digest, submission)[:8], "big")
     return number < share * 2.0**64

@@ -22,7 +22,7 @@ from blake3 import blake3
 from protocol import codec, decision, draws
 from protocol.chain import Chain as ManifestChain
 from protocol.chain import Revocation, RunUpdate, delegate, seal_update
-from protocol.envelope import Envelope, open_envelope, parse, seal
+from protocol.envelope import Envelope, open_envelope, seal
 from protocol.identity import Identity, load_identity
 from protocol.ledger import TREE_KIND, Ledger
 from protocol.manifest import (
@@ -322,8 +322,12 @@ class BuiltArchive:
     """Every key of the run, by public key."""
 
 
-def build_archive(root: Path, steps: int = 2, leases_per_step: int = 2) -> BuiltArchive:
+def build_archive(
+    root: Path, steps: int = 2, leases_per_step: int = 2, before_end: Callable[[_Builder], None] = lambda builder: None
+) -> BuiltArchive:
     """A run of `steps` batches by two honest nodes and one whose claimed rewards are wrong.
+
+    `before_end` may add to it before the secret is shown and the run is finished: `builder.chain`, `builder.work`.
 
     Weights are published by the real origin from checkpoints that differ a little each step; rollouts are decoded
     from them under the leases' seeds; verdicts are what `judge_upload` says; the ledger is the real one.
@@ -333,16 +337,17 @@ def build_archive(root: Path, steps: int = 2, leases_per_step: int = 2) -> Built
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _Builder(root, steps, leases_per_step).build()
+        return _Builder(root, steps, leases_per_step, before_end).build()
 
 
 class _Builder:
-    def __init__(self, root: Path, steps: int, leases_per_step: int) -> None:
+    def __init__(self, root: Path, steps: int, leases_per_step: int, before_end: Callable[[_Builder], None]) -> None:
         from environments.registry import make
 
         self.root = root
         self.steps = steps
         self.leases_per_step = leases_per_step
+        self.before_end = before_end
         self.environment = make("word", {"transform": "reverse", "low": 2, "high": 4, "letters": "abcdefghij"})
         self.time = START_MS
         self.accepted = 0
@@ -377,6 +382,7 @@ class _Builder:
             self._step(step)
             asyncio.run(ledger.commit())
             seal_missing(ledger, self.root / "ledger")
+        self.before_end(self)
         last = self.root / "published" / f"e0000-s{self.steps:08d}" / "head.hw"
         chain.append("policy", b"", last.read_bytes())
         chain.reveal()
@@ -384,7 +390,7 @@ class _Builder:
         asyncio.run(ledger.commit())
         seal_missing(ledger, self.root / "ledger")
         ledger.close()
-        names = ["root", "coordinator", "origin", "val", "vic", "rel", "ann", "bob", "mal"]
+        names = ["root", "coordinator", "coordinator-2", "origin", "val", "vic", "rel", "ann", "bob", "cat", "mal"]
         keys = {identity(name).public: identity(name) for name in names}
         return BuiltArchive(self.root, chain, self.accepted, self.submissions, self.verdicts, keys)
 
@@ -423,29 +429,32 @@ class _Builder:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def _step(self, step: int) -> None:
-        from shardcast.archive import open_published
-        from verifier.model import load_policy
-
         chain = self.chain
         head = self.root / "published" / f"e0000-s{step:08d}" / "head.hw"
         chain.append("policy", b"", head.read_bytes())
-        policy_record = parse(head.read_bytes()).record(PolicyHead)
-        into = self.root / ".build"
-        published = open_published(self.root, chain.run).materialise(0, step, into)
-        policy = load_policy(published.directory, root=policy_record.root)
+        policy = self.policy_of(step)
         entries, rollouts = [], []
         for number in range(self.leases_per_step):
             who = ("ann", "bob")[number % 2]
             tasks = (100 * step + 2 * number, 100 * step + 2 * number + 1)
-            made = self._work(who, step, policy, tasks, honest=True)
+            made = self.work(who, step, policy, tasks, honest=True)
             entries += made[0]
             rollouts += made[1]
         if step == 0:
-            self._work("mal", step, policy, (50, 51), honest=False)
+            self.work("mal", step, policy, (50, 51), honest=False)
         raw = codec.encode(Batch(chain.run_id, 0, step, tuple(rollouts)))
         chain.batch(step, entries, blake3(raw).digest())
         (self.root / "batches" / f"step-{step:08d}.hwb").write_bytes(raw)
-        shutil.rmtree(self.root / ".build")
+
+    def policy_of(self, step: int):
+        from shardcast.archive import open_published
+        from verifier.model import load_policy
+
+        into = self.root / ".build"
+        published = open_published(self.root, self.chain.run).materialise(0, step, into)
+        policy = load_policy(published.directory, root=published.root)
+        shutil.rmtree(into)
+        return policy
 
     def _state(self):
         return fold(stored.entry() for stored in self.chain.sink.entries())
@@ -458,13 +467,18 @@ class _Builder:
         self.verdicts.append(index)
         return index
 
-    def _work(self, who: str, step: int, policy, tasks, honest: bool):
-        """One lease from its issue to its deciding verdict; returns batch entries and training rollouts."""
+    def work(self, who: str, step: int, policy, tasks, honest: bool, refused: bool | None = None):
+        """One lease from its issue to its deciding verdict; returns batch entries and training rollouts.
+
+        Args:
+            refused: what the judge must say of it; by default, that dishonest work is refused.
+        """
         import zstandard
 
         from verifier.judge import judge_upload
 
         chain, files = self.chain, self.root / "submissions"
+        refused = not honest if refused is None else refused
         lease_id = chain.lease(who, step=step, root=policy.root, tasks=tasks)
         lease = chain.leases[lease_id]
         submission = decode_lease(chain.run_id, lease, policy, self.environment, honest)
@@ -473,13 +487,13 @@ class _Builder:
         (files / f"{lease_id.hex()}.hws").write_bytes(blob)
         index = chain.submit(lease_id, blob, len(raw))
         self.submissions[index] = lease_id
-        judgement = judge_upload(chain.run, lease, blob, len(raw), policy, self.environment)
+        judgement = judge_upload(chain.links.at(lease.manifest), lease, blob, len(raw), policy, self.environment)
         details = codec.encode(judgement.verdict_details())
         digest = blake3(blob).digest()
         by_rate = chain.wants_second(self._state(), index)
         jobs = []
         for round_ in (1, 2):
-            if round_ == 1 or by_rate or not honest:
+            if round_ == 1 or by_rate or refused:
                 if round_ == 2 and not by_rate:  # drawn only after the first one's rejection
                     self._answer(lease_id, jobs.pop(), judgement, details, digest)
                 validator = chain.draw(self._state(), index, round_)
@@ -487,8 +501,8 @@ class _Builder:
         for job in jobs:
             verdict = self._answer(lease_id, job, judgement, details, digest)
         said = {outcome.outcome for outcome in judgement.outcomes}
-        assert said == ({ACCEPT} if honest else {REJECT}), judgement
-        if not honest:
+        assert said == ({REJECT} if refused else {ACCEPT}), judgement
+        if refused:
             return [], []
         self.accepted += len(judgement.outcomes)
         entries, rollouts = [], []
@@ -639,7 +653,6 @@ def rewrite(root: Path, run, identities: dict[bytes, Identity], change: Callable
     """
     log = read_segments(root / "ledger", run)
     assert log.problems == []
-    coordinator = identities[run.manifest.coordinator]
     firsts = sorted(int(path.stem.split("-")[1]) for path in (root / "ledger").glob("segment-*.hwl"))
     tree = MerkleLog()
     for number, first in enumerate(firsts):
@@ -647,6 +660,7 @@ def rewrite(root: Path, run, identities: dict[bytes, Identity], change: Callable
         raws = []
         for sealed in log.entries[first:last]:
             entry = change(sealed.entry)
+            coordinator = identities[sealed.envelope.signer]
             raws.append(reseal(coordinator, sealed.envelope, entry).raw)
             tree.append(leaf_hash(raws[-1]))
         head = TreeHead(tree.size, tree.root(), log.entries[last - 1].entry.time)

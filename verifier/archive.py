@@ -12,6 +12,7 @@ Not covered: published weights (`shardcast.archive`), and whether a verdict is r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -19,51 +20,84 @@ from typing import TypeVar
 from blake3 import blake3
 
 from protocol import codec
-from protocol.envelope import Envelope, open_envelope
+from protocol.chain import UPDATE_KIND, Chain, RunUpdate
+from protocol.envelope import Envelope, open_envelope, parse
 from protocol.errors import LedgerError, ProtocolError, ReasonCode, UsageError
+from protocol.evidence import REPORT_KIND
 from protocol.limits import (
     MAX_ATTACHMENT_BYTES,
     MAX_ENVELOPE_BYTES,
     MAX_ROLLOUTS_PER_LEASE,
     MAX_SUBMISSION_BYTES,
 )
-from protocol.manifest import Run, open_manifest
+from protocol.manifest import Run, RunManifest, open_manifest
 from protocol.records import (
     Batch,
     BatchClosed,
+    DrawsOpened,
+    DrawsRevealed,
+    DropEvidence,
     JobDrawn,
     JoinRequest,
     Lease,
     LeaseClosed,
     LedgerEntry,
+    RelayReport,
     RoleGrant,
     RunFinished,
     UploadIntent,
+    ValidatorsPresent,
     Verdict,
     VerdictDetails,
 )
-from protocol.segments import Problem, SealedLog, read_segments
-from protocol.state import PolicyHead, RunState
+from protocol.segments import Problem, SealedEntry, SealedLog, read_segments
+from protocol.state import PolicyHead, RunState, fold
 
 R = TypeVar("R")
 
 MANIFEST = "manifest.hw"
-_SUBJECTS: dict[str, tuple[str, type]] = {
+_TRACES = (("submissions", ".hws"), ("batches", ".hwb"))
+"""Files that only a run which did something holds."""
+SUBJECTS: dict[str, tuple[str, type]] = {
+    "run.updated": (UPDATE_KIND, RunUpdate),
     "node.joined": ("join", JoinRequest),
     "policy": ("head", PolicyHead),
     "lease": ("lease", Lease),
     "submission": ("intent", UploadIntent),
     "verdict": ("verdict", Verdict),
+    "relay.accused": (REPORT_KIND, RelayReport),
 }
 """Events whose subject is somebody's envelope: the kind it was signed as, and the record in it."""
-_BODIES: dict[str, type] = {
+BODIES: dict[str, type] = {
     "grant": RoleGrant,
     "lease.closed": LeaseClosed,
+    "draws.opened": DrawsOpened,
+    "draws.revealed": DrawsRevealed,
+    "validators": ValidatorsPresent,
     "job": JobDrawn,
+    "evidence.drop": DropEvidence,
     "batch": BatchClosed,
     "run.finished": RunFinished,
 }
 """Events the coordinator states itself: the record in the entry's body."""
+
+
+def read_entry(entry: LedgerEntry) -> tuple[Envelope | None, object]:
+    """The subject's envelope, if there is one, and the event's own record (None for events that have none).
+
+    Signatures are not checked here.
+
+    Raises:
+        DecodeError: it holds something else than its event says.
+    """
+    envelope = parse(entry.subject) if entry.subject else None
+    if entry.event in BODIES:
+        return envelope, codec.decode(BODIES[entry.event], entry.body)
+    if entry.event in SUBJECTS:
+        if envelope is None:
+            raise LedgerError("it has no subject")
+        return envelope, envelope.record(SUBJECTS[entry.event][1])
+    return envelope, None
 
 
 @dataclass(frozen=True)
@@ -121,6 +155,8 @@ class Facts:
     policies: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)
     """(epoch, step) -> ledger index and root."""
     jobs: dict[bytes, JobDrawn] = field(default_factory=dict)
+    drops: dict[int, DropEvidence] = field(default_factory=dict)
+    """Ledger index -> evidence that a key kept results back."""
 
 
 class RunArchive:
@@ -130,8 +166,14 @@ class RunArchive:
         self.root = root
         self.run = run
         self.log = log
+        self.chain = log.chain if log.chain is not None else Chain(run)
+        """The manifest chain as the ledger tells it."""
         self.facts = Facts()
+        self._links: list[tuple[int, bytes]] = [(0, run.id)]
+        """(ledger index, chain hash from there on)."""
         self.problems: list[Problem] = list(log.problems)
+        self._noted: set[int] = set()
+        """Entries with a subject that holds."""
         for sealed in log.entries:
             try:
                 self._take(sealed.index, sealed.entry)
@@ -159,14 +201,40 @@ class RunArchive:
             log = SealedLog(problems=[missing])
         return RunArchive(root, run, log)
 
+    @property
+    def started(self) -> bool:
+        """False for a run of which nothing is sealed, submitted or batched yet."""
+        if self.log.size or any((self.root / "ledger").glob("*.hwl")):
+            return True
+        return any(any((self.root / name).glob(f"*{end}")) for name, end in _TRACES)
+
+    def signed_by_revoked(self) -> Iterator[tuple[int, bytes]]:
+        """(index, signer) of entries whose subject's signer was revoked from an earlier entry on."""
+        if not self.chain.revocations:
+            return
+        for sealed in self.log.entries:
+            envelope = parse(sealed.entry.subject) if sealed.index in self._noted else None
+            if envelope is not None and self.chain.revoked(envelope.signer, sealed.index):
+                yield sealed.index, envelope.signer
+
+    def unbroken(self) -> Iterator[SealedEntry]:
+        """The entries up to the first that is damaged or missing: what the fold may rest on."""
+        for expected, sealed in enumerate(self.log.entries):
+            if sealed.index != expected:
+                return
+            yield sealed
+
     def fold(self) -> RunState:
         """The state after the entries up to the first that is damaged or missing."""
-        state = RunState()
-        for sealed in self.log.entries:
-            if sealed.index != state.size:
-                break
-            state.apply(sealed.index, sealed.entry)
-        return state
+        return fold(sealed.entry for sealed in self.unbroken())
+
+    def rules(self, lease: Lease) -> Run:
+        """The run as it was under the manifest that a lease names."""
+        return self.chain.at(lease.manifest)
+
+    def manifest_at(self, index: int) -> RunManifest:
+        """The manifest that held when entry `index` was written."""
+        return self.chain.at([digest for at, digest in self._links if at <= index][-1]).manifest
 
     def submission(self, fact: SubmissionFact) -> bytes:
         """The compressed upload, its hash checked. Raises LedgerError, OSError."""
@@ -201,45 +269,58 @@ class RunArchive:
         if entry.event == "run.opened":
             if open_manifest(entry.subject).envelope.payload != self.run.envelope.payload:
                 raise LedgerError("opens another run than the manifest file", ReasonCode.WRONG_RUN)
-        elif entry.event in _BODIES:
-            body: object = codec.decode(_BODIES[entry.event], entry.body)
-            if isinstance(body, JobDrawn):
-                self.facts.jobs[body.job_id] = body
-            elif isinstance(body, BatchClosed):
-                self.facts.batches[index] = body
-        elif entry.event in _SUBJECTS:
-            kind, cls = _SUBJECTS[entry.event]
-            envelope = open_envelope(entry.subject, run=self.run.id, kind=kind, signer=self._signer(entry.event))
-            self._note(index, envelope, envelope.record(cls))
+            return
+        envelope, record = read_entry(entry)
+        if entry.event in SUBJECTS:
+            open_envelope(entry.subject, run=self.run.id, kind=SUBJECTS[entry.event][0])
+            self._noted.add(index)
+        self._note(index, envelope, record)
 
-    def _signer(self, event: str) -> bytes | None:
-        """Whose signature an event's subject must carry, where the manifest says it."""
-        manifest = self.run.manifest
-        return {"policy": manifest.origin, "lease": manifest.coordinator}.get(event)
+    def _check_signer(self, envelope: Envelope | None, role: str) -> Envelope:
+        """Events of the run's own keys: any key the role ever had; whether it was its turn is the fold's business."""
+        if envelope is None or envelope.signer not in self.chain.keys(role):
+            raise LedgerError(f"not signed by a key of the run's {role}", ReasonCode.BAD_SIGNATURE)
+        return envelope
 
-    def _note(self, index: int, envelope: Envelope, record: object) -> None:
+    def _note(self, index: int, envelope: Envelope | None, record: object) -> None:
         facts = self.facts
-        if isinstance(record, Lease):
-            if record.manifest != self.run.id:
+        if isinstance(record, RunUpdate) and envelope is not None:
+            if not self.chain.holds(blake3(envelope.payload).digest()):
+                raise LedgerError("it is no link of this run's manifest chain")
+            self._links.append((index, blake3(envelope.payload).digest()))
+        elif isinstance(record, Lease):
+            envelope = self._check_signer(envelope, "coordinator")
+            if not self.chain.holds(record.manifest):
                 raise LedgerError("the lease names another manifest", ReasonCode.WRONG_RUN)
             if not 1 <= len(record.tasks) * record.samples <= MAX_ROLLOUTS_PER_LEASE:
                 raise LedgerError("the lease asks for no rollouts, or for more than a submission can hold")
             facts.leases[record.lease_id] = (record, envelope.audience)
         elif isinstance(record, PolicyHead):
+            self._check_signer(envelope, "origin")
             facts.policies.setdefault((record.epoch, record.step), (index, record.root))
-        elif isinstance(record, UploadIntent):
+        elif isinstance(record, UploadIntent) and envelope is not None:
             lease, owner = facts.leases.get(record.lease_id, (None, b""))
             if lease is None or owner != envelope.signer:
                 raise LedgerError("the submission answers no lease of its signer", ReasonCode.NOT_OWNER)
             facts.submissions[index] = SubmissionFact(index, lease, record, owner)
-        elif isinstance(record, Verdict):
-            job = facts.jobs.get(record.job_id)
-            submission = facts.submissions.get(job.submission) if job is not None else None
-            if job is None or submission is None or job.validator != envelope.signer or job.round != record.round:
-                raise LedgerError("the verdict answers no job of its signer", ReasonCode.UNKNOWN_JOB)
-            if record.digest != submission.intent.digest or len(record.outcomes) != submission.rollouts:
-                raise LedgerError("the verdict is about other bytes or another number of rollouts")
-            facts.verdicts[index] = VerdictFact(index, submission, record, envelope.signer)
+        elif isinstance(record, Verdict) and envelope is not None:
+            self._note_verdict(index, envelope, record)
+        elif isinstance(record, JobDrawn):
+            facts.jobs[record.job_id] = record
+        elif isinstance(record, BatchClosed):
+            facts.batches[index] = record
+        elif isinstance(record, DropEvidence):
+            facts.drops[index] = record
+
+    def _note_verdict(self, index: int, envelope: Envelope, record: Verdict) -> None:
+        facts = self.facts
+        job = facts.jobs.get(record.job_id)
+        submission = facts.submissions.get(job.submission) if job is not None else None
+        if job is None or submission is None or job.validator != envelope.signer or job.round != record.round:
+            raise LedgerError("the verdict answers no job of its signer", ReasonCode.UNKNOWN_JOB)
+        if record.digest != submission.intent.digest or len(record.outcomes) != submission.rollouts:
+            raise LedgerError("the verdict is about other bytes or another number of rollouts")
+        facts.verdicts[index] = VerdictFact(index, submission, record, envelope.signer)
 
 
 def batch_file(closed: BatchClosed) -> str:

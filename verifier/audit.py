@@ -1,9 +1,12 @@
 """`verifier audit`: check a run from its files alone, as somebody who trusts nobody in it.
 
-    ledger       segments, tree heads, every subject's signature, and the rules of the fold
+    ledger       segments, tree heads, the manifest chain, every subject's signature, and the rules of the fold
+    draws        who judged what follows from secrets bound before and revealed after; see `draws`
     files        every upload and verdict's details against the hashes that were signed
     weights      every publication: signatures, shard hashes, root, and the ledger's announcement of it
-    verdicts     derived again with the validators' own `judge`, against the published weights
+    verdicts     derived again with the validators' own `judge`, against the published weights and under the manifest
+                 that the lease names
+    evidence     what suspended a key without a verdict, computed again
     batches      rebuilt from ledger, uploads and details, and compared with the file
 
 Nothing is written inside the archive, no key and no `state_dir` is needed, and neither `trainer` nor `node` is
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import tempfile
 import time
@@ -31,12 +35,15 @@ from environments.base import Environment
 from environments.errors import EnvironmentSpecError
 from environments.registry import load
 from protocol.errors import ProtocolError, ReasonCode, UsageError
+from protocol.identity import peer_id_text
 from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, RolloutDetail
 from protocol.state import ACCEPTED, PENDING, RunState
 from shardcast.archive import Archive, open_published
 from shardcast.heads import publication_name
 from verifier.archive import MANIFEST, RunArchive, SubmissionFact, VerdictFact, batch_file
 from verifier.batches import check_batches
+from verifier.draws import Draws
+from verifier.drops import drop_evidence
 from verifier.errors import VerifierError
 from verifier.judge import Judgement, judge_upload
 from verifier.model import PolicyModel, load_policy, prompt_ids
@@ -79,6 +86,9 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
         report.unchecked.append((_inside(root, exc), f"can't be read, so nothing can be checked: {exc.strerror}"))
         return report
     report.run, report.entries = archive.run.id.hex(), archive.log.size
+    if not archive.started:
+        report.unchecked.append(("ledger", "nothing to check yet: the run has not started, or sealed nothing so far"))
+        return report
     for problem in archive.problems:
         report.add(problem)
     state = _check_rules(archive, report)
@@ -89,6 +99,7 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
             auditor.check_files()
             auditor.check_weights()
             auditor.derive_verdicts(state)
+            auditor.check_evidence(state)
             check_batches(archive, report, auditor.prompt)
             auditor.check_unnamed()
     finally:
@@ -108,12 +119,18 @@ def _folder(epoch: int, step: int) -> str:
 
 
 def _check_rules(archive: RunArchive, report: Report) -> RunState:
-    """What the fold ignored is what the ledger's writer must answer for."""
-    state = archive.fold()
+    """What the fold ignored is what the ledger's writer must answer for; then the draws."""
+    draws = Draws()
+    state = draws.fold(archive)
     named = {failure.record for failure in report.failures}
     for index, text in state.problems:
         if f"ledger/{index}" not in named:
             report.fail(f"ledger/{index}", ReasonCode.LEDGER_BROKEN, f"contradicts the entries before it: {text}")
+    draws.check(report)
+    for index, key in archive.signed_by_revoked():
+        if index not in {at for at, _ in state.problems}:
+            why = f"signed by {peer_id_text(key)}, whose key the run's root later revoked from an entry before it on"
+            report.unchecked.append((f"ledger/{index}", why))
     report.finished = state.finished is not None
     statuses = [outcome.status for s in state.submissions.values() for outcome in s.outcomes]
     report.accepted_total = statuses.count(ACCEPTED)
@@ -136,6 +153,7 @@ class Auditor:
         self._damaged: set[str] = set()
         self._policy: PolicyModel | None = None
         self._environments: dict[bytes, Environment | None] = {}
+        self._rewards = functools.lru_cache(maxsize=4096)(self._read_rewards)
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -269,7 +287,8 @@ class Auditor:
             return None
         try:
             blob = self.archive.submission(fact)
-            return judge_upload(self.archive.run, fact.lease, blob, fact.intent.raw_length, policy, environment)
+            run = self.archive.rules(fact.lease)
+            return judge_upload(run, fact.lease, blob, fact.intent.raw_length, policy, environment)
         except VerifierError as exc:
             self.report.unchecked.append((f"submission/{fact.index}", str(exc)))
         return None
@@ -327,7 +346,8 @@ class Auditor:
             if said.outcome != ours.outcome:
                 wrong[i] = f"says {WORDS.get(said.outcome, 'nothing')}, but it is {WORDS[ours.outcome]} ({ours.reason})"
             elif said.outcome == ACCEPT and details is not None:
-                text = self._differs(details[i] if i < len(details) else None, judgement.details[i])
+                bound = self.archive.rules(fact.submission.lease).manifest.thresholds.logprob
+                text = _differs(details[i] if i < len(details) else None, judgement.details[i], bound)
                 if text:
                     wrong[i] = text
         if wrong:
@@ -338,16 +358,39 @@ class Auditor:
             self.report.failures.append(Failure(fact.record, ReasonCode.VERDICT_WRONG, text, ids, numbers))
         return set(wrong)
 
-    def _differs(self, said: RolloutDetail | None, ours: RolloutDetail) -> str:
-        """What is wrong with the numbers an accepting validator handed to the learner; empty when nothing is."""
-        if said is None or len(said.logprobs) != len(ours.logprobs):
-            return "its details do not hold one log-probability per token"
-        if said.reward != ours.reward:
-            return f"its details give reward {said.reward:g}, but it is {ours.reward:g}"
-        difference = np.abs(np.frombuffer(said.logprobs, "<f4") - np.frombuffer(ours.logprobs, "<f4"))
-        if len(difference) and not float(difference.max()) <= self.archive.run.manifest.thresholds.logprob:
-            return f"its details are off by {float(difference.max()):.3g} in a log-probability"
-        return ""
+    # --- evidence -----------------------------------------------------------------------------------------------
+
+    def check_evidence(self, state: RunState) -> None:
+        """Compute again every number that suspended a key for keeping results back."""
+        for index, said in self.archive.facts.drops.items():
+            try:
+                ours = drop_evidence(state, said.key, functools.partial(self._reward, state), said.upto)
+            except (ProtocolError, OSError) as exc:
+                self.report.unchecked.append((f"ledger/{index}", f"rests on rewards that can't be read: {exc}"))
+                continue
+            exact = (said.lost, said.returned) == (ours.lost, ours.returned)
+            close = all(
+                math.isclose(getattr(said, name), getattr(ours, name), rel_tol=1e-6, abs_tol=1e-9)
+                for name in ("log_e", "lost_mean", "returned_mean")
+            )
+            if not exact or not close:
+                self.report.fail(
+                    f"ledger/{index}",
+                    ReasonCode.VERDICT_WRONG,
+                    f"says {said.lost} lost, {said.returned} returned, log e {said.log_e:.4g}, but it is {ours.lost}, "
+                    f"{ours.returned}, {ours.log_e:.4g}",
+                )
+
+    def _reward(self, state: RunState, submission: int, rollout: int) -> float | None:
+        index = state.submissions[submission].outcomes[rollout].verdict
+        rewards = self._rewards(index) if index is not None else ()
+        return rewards[rollout] if rollout < len(rewards) else None
+
+    def _read_rewards(self, index: int) -> tuple[float, ...]:
+        fact = self.archive.facts.verdicts.get(index)
+        return tuple(one.reward for one in self.archive.details(fact).rollouts) if fact is not None else ()
+
+    # --- prompts ------------------------------------------------------------------------------------------------
 
     def prompt(self, environment: bytes, task: int) -> bytes | None:
         """A task's prompt as token ids, u32 little-endian; None when tokenizer or environment can't be had."""
@@ -362,3 +405,15 @@ class Auditor:
             if self._load_policy(epoch, step) is not None:
                 break
         return self._policy
+
+
+def _differs(said: RolloutDetail | None, ours: RolloutDetail, bound: float) -> str:
+    """What is wrong with the numbers an accepting validator handed to the learner; empty when nothing is."""
+    if said is None or len(said.logprobs) != len(ours.logprobs):
+        return "its details do not hold one log-probability per token"
+    if said.reward != ours.reward:
+        return f"its details give reward {said.reward:g}, but it is {ours.reward:g}"
+    difference = np.abs(np.frombuffer(said.logprobs, "<f4") - np.frombuffer(ours.logprobs, "<f4"))
+    if len(difference) and not float(difference.max()) <= bound:
+        return f"its details are off by {float(difference.max()):.3g} in a log-probability"
+    return ""

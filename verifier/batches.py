@@ -34,7 +34,7 @@ def check_batches(archive: RunArchive, report: Report, prompt: Prompt) -> None:
         report.batches += 1
         name = batch_file(closed)
         try:
-            _check_group_and_age(archive, closed)
+            _check_group_and_age(archive, closed, archive.manifest_at(index).leases.max_staleness)
             _check_bytes(archive.batch(closed), closed, archive.run.id, sources, prompt)
         except Unavailable as exc:
             report.unchecked.append((name, str(exc)))
@@ -52,9 +52,8 @@ def _wrong(text: str) -> LedgerError:
     return LedgerError(text, ReasonCode.BATCH_WRONG)
 
 
-def _check_group_and_age(archive: RunArchive, closed: BatchClosed) -> None:
-    """A group enters whole or not at all, and nothing is older than the run allows."""
-    oldest = archive.run.manifest.leases.max_staleness
+def _check_group_and_age(archive: RunArchive, closed: BatchClosed, oldest: int) -> None:
+    """A group enters whole or not at all, and nothing is older than the run allowed then."""
     counts: Counter[tuple[int, int]] = Counter()
     for entry in closed.entries:
         fact = _submission(archive, entry)

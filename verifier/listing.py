@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol import codec
-from protocol.envelope import parse
+from protocol.chain import ONLINE_ROLES, RunUpdate
+from protocol.envelope import Envelope, parse
 from protocol.errors import ProtocolError
 from protocol.identity import peer_id_text
 from protocol.records import (
@@ -18,18 +18,23 @@ from protocol.records import (
     INCONCLUSIVE,
     REJECT,
     BatchClosed,
+    DrawsOpened,
+    DrawsRevealed,
+    DropEvidence,
     JobDrawn,
     JoinRequest,
     Lease,
     LeaseClosed,
     LedgerEntry,
+    RelayReport,
     RoleGrant,
     RunFinished,
     UploadIntent,
+    ValidatorsPresent,
     Verdict,
 )
 from protocol.state import PolicyHead
-from verifier.archive import MANIFEST, RunArchive
+from verifier.archive import MANIFEST, RunArchive, read_entry
 
 
 def open_ledger(path: Path) -> RunArchive:
@@ -57,7 +62,7 @@ def line(row: dict[str, object]) -> str:
     time_ms = row["time"]
     assert isinstance(time_ms, int)
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(time_ms / 1000))
-    return f"{row['index']:>7}  {clock}  {row['event']:<13} {row['text']}"
+    return f"{row['index']:>7}  {clock}  {row['event']:<14} {row['text']}"
 
 
 def _signer(entry: LedgerEntry) -> str:
@@ -70,48 +75,68 @@ def _signer(entry: LedgerEntry) -> str:
 def describe(entry: LedgerEntry) -> str:
     """What an entry says, in words. Total: an entry that does not decode says so."""
     try:
-        return _describe(entry)
+        envelope, record = read_entry(entry)
+        return _describe(envelope, record)
     except ProtocolError as exc:
         return f"does not decode: {exc}"
 
 
-def _describe(entry: LedgerEntry) -> str:
-    who = _signer(entry)[-8:]
-    match entry.event:
-        case "grant":
-            grant = codec.decode(RoleGrant, entry.body)
-            return f"{peer_id_text(grant.key)[-8:]} may be a {grant.role}"
-        case "node.joined":
-            join = parse(entry.subject).record(JoinRequest)
-            return f"{who} joins as {join.role} {join.name!r}"
-        case "policy":
-            head = parse(entry.subject).record(PolicyHead)
-            return f"epoch {head.epoch} step {head.step}, root {head.root.hex()[:16]}"
-        case "lease":
-            envelope = parse(entry.subject)
-            lease = envelope.record(Lease)
-            owner = peer_id_text(envelope.audience)[-8:] if envelope.audience else "nobody"
+def _short(key: bytes) -> str:
+    return peer_id_text(key)[-8:] if key else "nobody"
+
+
+def _describe(envelope: Envelope | None, record: object) -> str:
+    who = _short(envelope.signer) if envelope is not None else ""
+    match record:
+        case RunUpdate():
+            return _update(record)
+        case RoleGrant():
+            return f"{_short(record.key)} may be a {record.role}"
+        case JoinRequest():
+            return f"{who} joins as {record.role} {record.name!r}"
+        case PolicyHead():
+            return f"epoch {record.epoch} step {record.step}, root {record.root.hex()[:16]}"
+        case Lease():
+            owner = _short(envelope.audience if envelope is not None else b"")
+            size = f"{len(record.tasks)} x {record.samples} rollouts"
+            return f"{record.lease_id.hex()} to {owner}: {size}, step {record.step}"
+        case LeaseClosed():
+            return f"{record.lease_id.hex()}: {record.reason}"
+        case UploadIntent():
+            return f"{record.lease_id.hex()} from {who}: {record.length} bytes"
+        case DrawsOpened():
+            return f"period {record.period}: {record.second_draw:g} checked twice, {record.commitment.hex()[:16]}"
+        case DrawsRevealed():
+            return f"period {record.period}: {record.secret.hex()[:16]}"
+        case ValidatorsPresent():
+            return ", ".join(_short(key) for key in record.keys) or "none"
+        case JobDrawn():
+            again = f", draw {record.attempt + 1}" if record.attempt else ""
+            return f"round {record.round} of submission {record.submission} to {_short(record.validator)}{again}"
+        case Verdict():
+            return _verdict(record, who)
+        case DropEvidence():
             return (
-                f"{lease.lease_id.hex()} to {owner}: {len(lease.tasks)} x {lease.samples} rollouts, step {lease.step}"
+                f"{_short(record.key)} gave up {record.lost} leases with {record.lost_mean:+.3g} and returned "
+                f"{record.returned} with {record.returned_mean:+.3g}: log e {record.log_e:.3g}"
             )
-        case "lease.closed":
-            closed = codec.decode(LeaseClosed, entry.body)
-            return f"{closed.lease_id.hex()}: {closed.reason}"
-        case "submission":
-            intent = parse(entry.subject).record(UploadIntent)
-            return f"{intent.lease_id.hex()} from {who}: {intent.length} bytes"
-        case "job":
-            job = codec.decode(JobDrawn, entry.body)
-            return f"round {job.round} of submission {job.submission} to {peer_id_text(job.validator)[-8:]}"
-        case "verdict":
-            return _verdict(parse(entry.subject).record(Verdict), who)
-        case "batch":
-            batch = codec.decode(BatchClosed, entry.body)
-            return f"step {batch.step}: {len(batch.entries)} rollouts"
-        case "run.finished":
-            finished = codec.decode(RunFinished, entry.body)
-            return f"after {finished.steps} steps: {finished.reason}"
+        case RelayReport():
+            return f"{_short(record.relay)}, shown by {who}: {record.detail}"
+        case BatchClosed():
+            return f"step {record.step}: {len(record.entries)} rollouts"
+        case RunFinished():
+            return f"after {record.steps} steps: {record.reason}"
     return ""
+
+
+def _update(update: RunUpdate) -> str:
+    changed = [name for name in (*ONLINE_ROLES, "thresholds", "leases") if getattr(update, name) is not None]
+    changed += [name for name in ("control", "ingress") if getattr(update, name)]
+    gone = [f"{_short(item.key)} revoked from entry {item.index} on: {item.reason}" for item in update.revocations]
+    said = [f"new {', '.join(changed)}"] if changed else []
+    return f"update {update.number}: {'; '.join([*said, *gone]) or 'nothing'}" + (
+        f" ({update.note})" * bool(update.note)
+    )
 
 
 def _verdict(verdict: Verdict, who: str) -> str:

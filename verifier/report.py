@@ -66,6 +66,14 @@ class Report:
     accepted_checked: int = 0
     rollouts_pending: int = 0
     """Submitted, without any verdict yet."""
+    jobs_unanswered: int = 0
+    """Jobs that were drawn and hold no verdict: one that was kept out of the ledger would be among them."""
+    jobs_redrawn: int = 0
+    """Jobs drawn again because a validator did not answer."""
+    draws_checked: int = 0
+    """Jobs whose validator was drawn again, from a revealed secret."""
+    draws_waiting: int = 0
+    """Jobs of periods whose secret is not due yet."""
     finished: bool = False
     fraction: float = 1.0
     seed: str = ""
@@ -102,6 +110,10 @@ class Report:
                 "accepted_total",
                 "accepted_checked",
                 "rollouts_pending",
+                "jobs_unanswered",
+                "jobs_redrawn",
+                "draws_checked",
+                "draws_waiting",
                 "finished",
                 "fraction",
                 "seed",
@@ -122,6 +134,12 @@ class Report:
             f"accepted: {self.accepted_checked} of {self.accepted_total} derived again"
             + (f"; {self.rollouts_pending} wait for a verdict" if self.rollouts_pending else ""),
         ]
+        out.append(
+            f"draws: {self.draws_checked} made again"
+            + (f", {self.draws_waiting} wait for their secret" if self.draws_waiting else "")
+            + (f"; {self.jobs_redrawn} jobs were drawn more than once" if self.jobs_redrawn else "")
+            + (f"; {self.jobs_unanswered} jobs never got a verdict" if self.jobs_unanswered else "")
+        )
         if self.seed:
             out.append(f"a share of {self.fraction:g} was drawn; draw the same again with --seed {self.seed}")
         for item in self.derived:
