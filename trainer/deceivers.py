@@ -21,8 +21,8 @@ KINDS = (
     "edit",
     "reward",
     "greedy",
-    "temperature",
     "easy-tasks",
+    "temperature",
     "small-model",
     "stale",
     "quantised",
@@ -30,7 +30,8 @@ KINDS = (
     "garbage",
 )
 """In the order in which they join: the dropper needs the most leases until chance is ruled out; then those that have
-less and less to lie about as the policy gets better; then the rest."""
+less and less to lie about as the policy gets better; then the rest. Easy tasks start early because that node starts
+its engine only after it has found the run."""
 
 AT_ONCE = 6
 """Dishonest nodes in the run together. More take memory and processor from the honest; fewer make the run longer."""
