@@ -184,7 +184,7 @@ async def _relay(args: argparse.Namespace) -> int:
         _say(args, f"relaying at {relay.url}", url=relay.url)
         following = asyncio.create_task(relay.run_forever())
         while not following.done():
-            await asyncio.wait([following], timeout=0.2)
+            await asyncio.wait([following], timeout=1.0)
             _give_up_if_refused(relay.problems, args.source)
         following.result()
     finally:
@@ -210,7 +210,7 @@ async def _pull(args: argparse.Namespace) -> int:
             waiting = asyncio.create_task(puller.wait_newer(after, args.deadline if args.once else 1e9))
             try:
                 while not waiting.done() and not following.done():
-                    await asyncio.wait({following, waiting}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({following, waiting}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                     _give_up_if_refused(puller.problems, args.source)
             finally:
                 if not waiting.done():

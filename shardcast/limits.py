@@ -51,8 +51,8 @@ MAX_CONNECTIONS = 1024
 MAX_CONNECTIONS_PER_ADDRESS = 256
 """Connections one address may hold. Each puller holds two or three; a whole demo shares 127.0.0.1."""
 
-CHECKPOINT_POLL_S = 0.02
-"""How often the origin looks for a new checkpoint. One stat of one folder: 0.3 % of a core."""
+CHECKPOINT_LOOK_S = 1.0
+"""How often the origin looks for a new checkpoint though nothing woke it."""
 
 MAX_CHECKPOINT_JSON_BYTES = 1 * MIB
 REMEMBERED_ROOTS = 64

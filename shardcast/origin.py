@@ -39,7 +39,7 @@ from shardcast.layout import (
     root_of_safetensors,
     shard_length,
 )
-from shardcast.limits import CHECKPOINT_POLL_S, HEAD_LIFETIME_MS, MAX_CHECKPOINT_JSON_BYTES, PIECE_BYTES
+from shardcast.limits import CHECKPOINT_LOOK_S, HEAD_LIFETIME_MS, MAX_CHECKPOINT_JSON_BYTES, PIECE_BYTES
 from shardcast.passes import PassCheck
 from shardcast.publication import Key, Publication, manifest_for
 from shardcast.records import (
@@ -55,6 +55,7 @@ from shardcast.records import (
 )
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
 from shardcast.store import Store, hash_file, read_bounded, read_publication
+from shardcast.watch import FolderWatch
 
 log = logging.getLogger("shardcast.origin")
 
@@ -156,6 +157,8 @@ class Origin:
         self._checkpoints = str(run_dir / "checkpoints")
         self._looked_at: dict[str, tuple[int, int]] = {}
         """Checkpoint folder -> inode and mtime of the checkpoint.json that was last settled."""
+        self._folders: list[str] = []
+        """Checkpoint folders seen last."""
         self._has_layout = False
         self._head_due = 0.0
 
@@ -167,11 +170,18 @@ class Origin:
         """
         if not self.server.url:
             await self.start()
-        while True:
-            await self.publish_ready()
-            self._refresh_head()
-            self.server.counters.newest = self.store.keys[-1] if self.store.keys else None
-            await asyncio.sleep(CHECKPOINT_POLL_S)
+        watch = FolderWatch()
+        try:
+            while True:
+                watch.add(self._checkpoints)
+                await self.publish_ready()
+                for name in self._folders:
+                    watch.add(f"{self._checkpoints}/{name}")
+                self._refresh_head()
+                self.server.counters.newest = self.store.keys[-1] if self.store.keys else None
+                await watch.wait(CHECKPOINT_LOOK_S)
+        finally:
+            watch.close()
 
     async def start(self) -> None:
         """Store the model files and start serving. Raises UsageError."""
@@ -197,9 +207,10 @@ class Origin:
             names = [entry.name for entry in os.scandir(self._checkpoints) if _STEP_DIR.fullmatch(entry.name)]
         except FileNotFoundError:
             return []
+        self._folders = names
         for name in names:
             try:
-                stat = os.stat(f"{self._checkpoints}/{name}/checkpoint.json")  # noqa: PTH116 (50 times a second)
+                stat = (folder / name / "checkpoint.json").stat()
             except (FileNotFoundError, NotADirectoryError):
                 continue
             if self._looked_at.get(name) == (stat.st_ino, stat.st_mtime_ns):

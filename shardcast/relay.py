@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from protocol.limits import MAX_LAYOUT_BYTES
 from protocol.manifest import Run
 from protocol.records import RelayReport
 from protocol.sequences import Sequences
-from shardcast.download import Sink
+from shardcast.download import Sink, write_region
 from shardcast.errors import SourceError, StoreError
 from shardcast.follower import Follower
 from shardcast.heads import SeenHeads
@@ -40,16 +41,17 @@ class StoreSink:
         self.publication = publication
         self._store = store
         self._feed = feed
+        self._open: dict[int, int] = {}
+        """Descriptors of shards being written."""
 
     def write(self, index: int, offset: int, piece: bytes) -> None:
         if self._feed.gone:
             raise StoreError("this download was given up")
-        path = self._aside(index)
-        with path.open("r+b" if offset else "wb", buffering=0) as out:
-            out.seek(offset)
-            view = memoryview(piece)
-            while view:
-                view = view[out.write(view) :]
+        if not offset:
+            self._close(index)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._open[index] = os.open(self._aside(index), flags, 0o644)
+        write_region(self._open[index], offset, piece)
 
     def present(self, record: ShardRecord) -> bool:
         path = self._store.shard_path(self._feed.key, record.index)
@@ -59,12 +61,22 @@ class StoreSink:
         return True
 
     def verified(self, record: ShardRecord) -> None:
+        self._close(record.index)
         self._aside(record.index).replace(self._store.shard_path(self._feed.key, record.index))
         envelope = self.publication.shard_envelope(record.index)
-        self._store.show_shard(self._feed, record, envelope)
+        last = len(self._feed.shards) == self.publication.shards - 1 and self.publication.head is not None
+        # The last shard, the manifest and the head become visible together: one answer instead of three.
+        self._store.show_shard(self._feed, record, envelope, wake=not last)
 
     def abandon(self) -> None:
+        for index in list(self._open):
+            self._close(index)
         self._store.abandon(self._feed.key)
+
+    def _close(self, index: int) -> None:
+        fd = self._open.pop(index, None)
+        if fd is not None:
+            os.close(fd)
 
     def _aside(self, index: int) -> Path:
         path = self._store.shard_path(self._feed.key, index)

@@ -77,21 +77,39 @@ class _RefusedError(Exception):
         self.status, self.code = status, code
 
 
-class TimedFile(web.FileResponse):
-    """A file whose receiver must keep to the minimum rate."""
+class TimedFile(web.StreamResponse):
+    """A whole file by sendfile, whose receiver must keep to the minimum rate.
+
+    aiohttp's own file response opens, stats and closes in other threads, and looks for compressed twins and ranges:
+    more CPU than sending a small model takes.
+    """
 
     def __init__(self, path: Path, size: int, headers: dict[str, str] = _BINARY) -> None:
-        super().__init__(path, headers=headers)
-        self._limit_s = HEADER_DEADLINE_S + size / MINIMUM_RATE_BYTES_S
+        """Raises OSError when the file is not there, or is not as long as it should be."""
+        super().__init__(headers=headers)
+        self._file = path.open("rb", buffering=0)
+        found = os.fstat(self._file.fileno()).st_size
+        if found != size:
+            self._file.close()
+            raise OSError(f"{path} has {found} bytes instead of {size}")
+        self.content_length = self._size = size
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await super().prepare(request)
+            async with asyncio.timeout(HEADER_DEADLINE_S + self._size / MINIMUM_RATE_BYTES_S):
+                writer = await super().prepare(request)
+                if request.transport is None:
+                    raise ConnectionResetError("the receiver is gone")
+                if self._size:
+                    await asyncio.get_running_loop().sendfile(request.transport, self._file, 0, self._size)
+                await super().write_eof()
+                return writer
         except TimeoutError as exc:
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the receiver fell below the minimum rate") from exc
+        finally:
+            self._file.close()
 
 
 class _Answer(web.Response):
@@ -217,9 +235,10 @@ class WeightsServer:
             return await self._answer(request)
         except _RefusedError as refusal:
             status, code, message = refusal.status, refusal.code, str(refusal)
-        except ProtocolError as exc:
+        except (ProtocolError, OSError) as exc:
             log.error("%s: %s", request.path, exc)
-            status, code, message = 500, exc.code, "the publication is damaged here; ask another source"
+            code = exc.code if isinstance(exc, ProtocolError) else ReasonCode.RECORD_MISSING
+            status, code, message = 500, code, "the publication is damaged here; ask another source"
         return web.json_response({"code": str(code), "message": message}, status=status)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:

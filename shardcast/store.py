@@ -223,14 +223,19 @@ class Store:
     def shard_path(self, key: Key, index: int) -> Path:
         return self.folder(key) / shard_name(index)
 
-    def show_shard(self, feed: Feed, record: ShardRecord, record_raw: bytes | None) -> None:
-        """A shard's bytes are verified and in place: children may have them."""
+    def show_shard(self, feed: Feed, record: ShardRecord, record_raw: bytes | None, *, wake: bool = True) -> None:
+        """A shard's bytes are verified and in place: children may have them.
+
+        Args:
+            wake: tell those who wait now; otherwise with what becomes visible next.
+        """
         if feed.gone:
             return
         feed.shards[record.index] = record
         if record_raw is not None:
             feed.frames.append(record_raw)
-        self.notify()
+        if wake:
+            self.notify()
 
     def finish_files(self, publication: Publication) -> None:
         """Write records, manifest and head. Blocking; the publication counts from the last rename on."""
