@@ -41,14 +41,15 @@ SMALL = {
 class Member:
     """One `node join` process and what it told."""
 
-    def __init__(self, run_dir: Path, name: str, role: str, *more: str) -> None:
+    def __init__(self, run_dir: Path, name: str, role: str, *more: str, program: tuple[str, ...] = ()) -> None:
         self.home = run_dir / "nodes" / name
         self.log = run_dir / "logs" / f"{name}.jsonl"
         self.errors = run_dir / "logs" / f"{name}.stderr"
-        command = [str(BIN / "node"), "join", "--role", role, "--run", str(run_dir / "join.hw"),
+        self.said = run_dir / "logs" / f"{name}.stdout"
+        command = [*(program or (str(BIN / "node"),)), "join", "--role", role, "--run", str(run_dir / "join.hw"),
                    "--home", str(self.home), "--name", name, "--log", str(self.log), *more]  # fmt: skip
-        with self.errors.open("ab") as errors:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        with self.errors.open("ab") as errors, self.said.open("ab") as said:
+            self.process = subprocess.Popen(command, stdout=said, stderr=errors)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         if not self.log.exists():
@@ -122,8 +123,8 @@ class NodeRun:
         self.processes.append(process)
         return process
 
-    def join(self, name: str, role: str, *more: str) -> Member:
-        self.members[name] = member = Member(self.dir, name, role, *more)
+    def join(self, name: str, role: str, *more: str, program: tuple[str, ...] = ()) -> Member:
+        self.members[name] = member = Member(self.dir, name, role, *more, program=program)
         return member
 
     def advance(self) -> None:

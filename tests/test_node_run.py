@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -96,6 +97,97 @@ def test_a_node_works_through_failures_of_everything_around_it(river):
     assert node.stop() == 0
     river.wait("its children to be gone", lambda: not any(is_running(pid) for pid in children), 10)
     assert "Traceback" not in node.errors.read_text()
+
+
+WRONG_CLOCK = """
+import pathlib, sys, time
+flag, real, real_ns = pathlib.Path(sys.argv.pop(1)), time.time, time.time_ns
+off = lambda: float(flag.read_text())
+time.time = lambda: real() + off()
+time.time_ns = lambda: real_ns() + int(off() * 1e9)
+from node.cli import main
+sys.exit(main())
+"""
+"""The real command in a process whose wall clock is as wrong as a file says, for everything in it."""
+
+
+@pytest.mark.heavy
+def test_members_leave_and_come_back_and_nothing_is_lost(river, tmp_path):
+    # a machine whose clock is one hour ahead works and is warned once; a jump during the run does no harm
+    clock = tmp_path / "clock"
+    clock.write_text("3600")
+    node = river.join("node-1", "inference", program=(sys.executable, "-c", WRONG_CLOCK, str(clock)))
+    river.wait("first accepted rollouts", lambda: river.node("node-1").get("accepted", 0) >= 4, 240)
+    clock.write_text("-90000")
+    river.advance()
+    receipts = len(node.events("upload.receipt"))
+    river.wait("work after the jump", lambda: len(node.events("upload.receipt")) > receipts)
+    assert len(node.events("clock.wrong")) == 1
+    assert node.said.read_text().count("please set the clock") == 1
+
+    # Ctrl-C in the middle of a lease: it is handed back, and the person reads how to come back
+    engine = next(pid for pid, command in node.children() if "node.engine" in command)
+    os.kill(engine, signal.SIGSTOP)
+    leased = len(node.events("lease"))
+    river.advance()
+    river.wait("a lease in work", lambda: len(node.events("lease")) > leased)
+    node.process.send_signal(signal.SIGINT)
+    assert node.process.wait(10) == 0
+    given = node.events("lease.given-back")
+    assert [event["lease"] for event in given] == [node.events("lease")[-1]["lease"]]
+    said = node.said.read_text()
+    assert "left the run" in said and "handed back" in said and "come back with: node join --role inference" in said
+    shown = status_of(node)
+    assert shown["ended"] == "stopped by its owner" and not shown["alive"]
+    part = node.home / "runs" / river.run.id.hex()
+    before = json.loads((part / "sequences.json").read_text())
+
+    # it comes back with its home, and the coordinator dies while it works: what is finished waits on the disk
+    node = river.join("node-1", "inference")
+    leased = len(node.events("lease"))
+    river.wait("a lease again", lambda: len(node.events("lease")) > leased)
+    coordinator = river.processes[0]
+    coordinator.kill()
+    coordinator.wait(5)
+    river.wait("a finished lease on the disk", lambda: bool(list((part / "submissions").glob("*.hws"))))
+    unsent = next((part / "submissions").glob("*.hws")).stem
+    assert node.stop() == 0
+    assert "wait on disk and are sent when this node comes back" in node.said.read_text()
+    after = json.loads((part / "sequences.json").read_text())
+    assert all(after[kind] > number for kind, number in before.items() if kind in ("heartbeat", "lease.next"))
+
+    # both come back, in any order, and go on: the submission gets its receipt
+    node = river.join("node-1", "inference")
+    river.serve()
+    river.wait("the receipt", lambda: (part / "receipts" / f"{unsent}.hw").exists())
+    assert node.events("upload.resend")[-1]["lease"] == unsent
+
+    # a validator leaves with jobs drawn for it: the other one does them
+    first = river.members["validator-1"]
+    first.process.send_signal(signal.SIGSTOP)
+    river.advance()
+    river.wait("a submission that waits", lambda: river.status()["rollouts"]["pending"] > 0)
+    first.process.send_signal(signal.SIGCONT)
+    assert first.stop() == 0
+    assert "submissions judged" in first.said.read_text()
+    accepted = river.node("node-1")["accepted"]
+    river.wait("work with one validator", lambda: river.node("node-1")["accepted"] > accepted)
+    river.wait("no submission to wait", lambda: river.status()["rollouts"]["pending"] == 0)
+    assert river.node("node-1")["rejected"] == 0
+
+    # every promise it holds was kept
+    assert node.stop() == 0
+    river.processes[-1].terminate()
+    assert river.processes[-1].wait(15) == 143
+    command = [str(BIN / "node"), "receipts", "--home", str(node.home), "--ledger", str(river.dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "hold against" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in node.errors.read_text() + first.errors.read_text()
+
+
+def status_of(member) -> dict:
+    command = [str(BIN / "node"), "status", "--home", str(member.home), "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout)
 
 
 @pytest.mark.heavy
