@@ -4,7 +4,7 @@ A checkpoint becomes a signed publication of hashed shards. Relays serve each sh
 a puller turns a publication into a model directory that appears only when it is whole and verified.
 
 Read in this order: `records`, `layout`, `publication`, `store`, `server`, `origin`, `follower`, `puller`, `relay`,
-`archive`. Nothing here imports torch: shards are bytes.
+`passes` and `stamps` (who may pull, who lied), `archive`. Nothing here imports torch: shards are bytes.
 
-Not covered yet: deltas (the records carry them, no codec encodes them) and the planning of the relay tree.
+Not covered yet: deltas (the records carry them, no codec encodes them). The relay tree is planned by `trainer.tree`.
 """
