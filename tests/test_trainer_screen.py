@@ -30,12 +30,12 @@ def key(name: str) -> str:
 def node(name: str, role: str = "inference", state: str = "active", **more: Any) -> dict[str, Any]:
     return {"key": key(name), "name": name, "role": role, "state": state, "accepted": 1234, "rejected": 0,
             "inconclusive": 0, "reason": "", "step": 17, "last_seen_s": 0.5, "activity": "generating 32 rollouts",
-            "done": 9, "waits_for": "", "parent": "", "bytes_up": 812_000, "bytes_sent": None} | more  # fmt: skip
+            "done": 9, "waits_for": "", "parent": "", "bytes_up": 812_000} | more  # fmt: skip
 
 
 def picture(honest: int = 3, steps: int = 60, cheats: int = 3, **status: Any) -> Picture:
     kinds = dict(list(WHY.items())[:cheats])
-    nodes = [node("relay-1", "relay", "probation", parent="origin", activity="relaying", bytes_sent=812_000_000)]
+    nodes = [node("relay-1", "relay", "probation", parent="origin", activity="relaying")]
     nodes += [node("relay-2", "relay", "probation", parent=key("relay-1"), activity="relaying")]
     nodes += [node(f"node-{i}", parent=key("relay-2")) for i in range(honest)]
     nodes += [node(n, state="suspended", reason=r, accepted=0, rejected=4) for n, r in kinds.items()]
@@ -230,7 +230,7 @@ def starting(joined: int) -> Picture:
 def test_the_start_shows_which_processes_load_and_since_when() -> None:
     nothing = text_of(starting(0))
     assert "joined 0 of 4" in nothing and "loads libraries, 21 s" in nothing
-    assert "waits for  coordinator, greedy, learner and 4 more to load" in nothing, "engines belong to their nodes"
+    assert "waits for  coordinator, learner, origin and 4 more to load" in nothing, "engines belong to their nodes"
     some = text_of(starting(2))
     assert "joined 2 of 4" in some and "now        starting: 2 of 4 machines have joined" in some
     assert [line for line in some.splitlines() if "validator-1" in line and "alive" in line]

@@ -12,6 +12,15 @@ def waits(bench: Bench, who: str, validators: int = 2) -> str:
     return member(bench.state, bench.window, bench.state.nodes[identity(who).public], validators)
 
 
+def opened(nodes: int = 2) -> Bench:
+    """A run whose first policy is out and whose draws are open."""
+    bench = Bench(nodes)
+    if not bench.chain.periods:
+        bench.chain.ready("v0", "v1")
+    bench.chain.policy(0)
+    return bench
+
+
 def test_before_the_first_weights_everybody_waits_for_them() -> None:
     bench = Bench()
     assert next_batch(bench.state, bench.window).startswith("the first weights")
@@ -19,8 +28,7 @@ def test_before_the_first_weights_everybody_waits_for_them() -> None:
 
 
 def test_the_next_batch_names_who_samples_and_who_checks() -> None:
-    bench = Bench()
-    bench.chain.policy(0)
+    bench = opened()
     wanted = bench.state.manifest.leases.tasks_per_step * bench.state.manifest.leases.samples_per_task
     assert next_batch(bench.state, bench.window) == f"0 of {wanted} rollouts for batch 0; no node holds a lease"
     assert waits(bench, "node-0") == "a lease"
@@ -37,8 +45,7 @@ def test_the_next_batch_names_who_samples_and_who_checks() -> None:
 
 
 def test_a_paused_node_waits_for_a_second_verdict_and_a_suspended_one_for_nothing() -> None:
-    bench = Bench()
-    bench.chain.policy(0)
+    bench = opened()
     submission = bench.submit(bench.take("node-0"))
     bench.judge(submission, REJECT, "v0")
     assert bench.state.nodes[identity("node-0").public].state == "paused"
@@ -49,8 +56,7 @@ def test_a_paused_node_waits_for_a_second_verdict_and_a_suspended_one_for_nothin
 
 
 def test_when_enough_is_under_way_nodes_wait_for_the_next_weights() -> None:
-    bench = Bench(4)
-    bench.chain.policy(0)
+    bench = opened(4)
     for _ in range(400):
         asked = [who for who in bench.nodes if bench.ask(who).kind == "issue"]
         if not asked:
@@ -62,8 +68,7 @@ def test_when_enough_is_under_way_nodes_wait_for_the_next_weights() -> None:
 
 
 def test_a_late_learner_is_named_with_the_weights_it_owes() -> None:
-    bench = Bench(4)
-    bench.chain.policy(0)
+    bench = opened(4)
     for _ in range(2):
         while not bench.close_batch():
             bench.accept(next(who for who in bench.nodes if bench.ask(who).kind == "issue"))
@@ -72,8 +77,7 @@ def test_a_late_learner_is_named_with_the_weights_it_owes() -> None:
 
 
 def test_a_finished_run_waits_for_nothing() -> None:
-    bench = Bench()
-    bench.chain.policy(0)
+    bench = opened()
     bench.state.finished = RunFinished(0, "done")
     assert next_batch(bench.state, bench.window) == "" and waits(bench, "node-0") == ""
 

@@ -13,7 +13,7 @@ from protocol.commands import printable
 from trainer.picture import Picture
 from trainer.roster import Row, loading, over, silent
 from trainer.spans import Line, fit, length, size, words_that_fit
-from trainer.waiting import names
+from trainer.waiting import NAMES
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 MAX_IN_COLUMN = 4
@@ -76,7 +76,8 @@ def waits(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:
         return f"the coordinator; bring it back with: trainer serve {picture.run_dir}/run.toml", "the coordinator"
     late = loading(found)
     if late and not picture.rows:
-        return f"{names(late)} to load", f"{len(late)} processes to load"
+        first = ", ".join(late[:NAMES]) + (f" and {len(late) - NAMES} more" if len(late) > NAMES else "")
+        return f"{first} to load", f"{len(late)} processes to load"
     parts = printable(str(picture.status.get("waits_for") or "")).split("; ")
     return tuple("; ".join(parts[:count]) for count in range(len(parts), 0, -1))
 

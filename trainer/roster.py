@@ -255,9 +255,8 @@ def _member(picture: Picture, node: Mapping[str, Any]) -> Row:
 
 
 def _sent(picture: Picture, node: Mapping[str, Any]) -> int | None:
-    if node["role"] == "relay":
-        reported = node.get("bytes_sent")
-        return int(reported) if reported else picture.sent.get(str(node["name"]))
+    if node["role"] == "relay":  # known only where its home lies in the run directory
+        return picture.sent.get(str(node["name"]))
     return int(node["bytes_up"]) if node["role"] == "inference" and "bytes_up" in node else None
 
 

@@ -105,6 +105,8 @@ def _shorter(listed: list[Row], room: int) -> tuple[list[Row], list[Row]]:
 
 def _tree(listed: list[Row], width: int, room: int) -> list[Line]:
     """Heading and rows, at most `room` lines; where there is no room for both, one line that counts."""
+    if not room:
+        return []
     kept, left = _shorter(listed, max(1, room - 1))
     layout = columns(kept, width)
     lines = [_heading(layout), *(_row(row, layout) for row in kept)] if kept else []
@@ -228,6 +230,6 @@ def screen(picture: Picture, width: int, height: int | None = None) -> list[Line
         if room >= plan.news:
             return assembled(plan, everything, room)
     plan = PLANS[-1]
-    others = len(assembled(plan, 2, 0)) - len(_tree(listed, width, 2))
-    tree_room = max(2, height - others - plan.news)
-    return assembled(plan, tree_room, max(0, height - others - tree_room))[:height]
+    news = len(_news(picture, width, plan.news))
+    room = height - len(assembled(plan, 0, 0)) - news
+    return assembled(plan, max(2, room), news)[:height]

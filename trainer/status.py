@@ -7,7 +7,7 @@
     heartbeat_s               how often members report; three missing ones make a member quiet
     nodes[]                   key, peer_id, name, role, state, reason, step, accepted, rejected, inconclusive,
                               last_seen_s (null: not heard since `began`), activity, done, waits_for, parent (hex key
-                              of the relay it pulls from, or `origin`), bytes_up (rollouts), bytes_sent (a relay's)
+                              of the relay it is told to pull from, or `origin`), bytes_up (of its submissions)
     rollouts, batches, leases_open, ledger_entries, ledger_problems, http_fallbacks, host_restarts, staleness_mean
     recent_events[]           time and text
 
@@ -63,10 +63,6 @@ class StatusWriter:
     counters: Callable[[], tuple[int, int]]
     """(HTTP fallbacks, host restarts) so far."""
     staleness: Staleness = field(default_factory=Staleness)
-    parent: Callable[[bytes], str] = lambda key: ""
-    """Hex key of the relay a member is to pull from first, or `origin`; empty when nobody planned it."""
-    relayed: Callable[[bytes], int | None] = lambda key: None
-    """Bytes of weights a relay says it sent; None when it did not say."""
     began: float = field(default_factory=time.time)
     _unwritable: bool = False
     _counted: int = 0
@@ -143,7 +139,13 @@ class StatusWriter:
             "activity": "" if session is None else session.activity,
             "done": 0 if session is None else session.done,
             "waits_for": waiting.member(self.book.state, self.book.window, node, validators),
-            "parent": self.parent(node.key),
+            "parent": self._parent(node),
             "bytes_up": self._bytes_up[node.key],
-            "bytes_sent": self.relayed(node.key),
         }
+
+    def _parent(self, node: NodeState) -> str:
+        """Whom it is told to pull from first: a relay's key in hex, `origin`, or nobody yet."""
+        places = self.members.parents.places(node)
+        if not places:
+            return ""
+        return "origin" if places[0].key == self.book.run.manifest.origin else places[0].key.hex()
