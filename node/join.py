@@ -208,8 +208,7 @@ async def _take_part(options: JoinOptions, target: Target, home: Home, log: Even
         try:
             await begin(place)
         except asyncio.CancelledError:
-            member.show(ended="stopped by its owner")
-            log.last_words("left the run", *place.summary(), f"come back with: {options.command}")
+            place.stopped()
             raise
         except LeavingError as exc:
             member.show(ended=str(exc))
@@ -233,6 +232,14 @@ class _Place:
     log: EventLog
     summary: Callable[[], list[str]] = list
     """What the role did and left, in sentences; the role sets it."""
+    _said: bool = False
+
+    def stopped(self) -> None:
+        """The owner's wish was carried out: say so at once, there may be no time for it after the cleaning up."""
+        if not self._said:
+            self._said = True
+            self.member.show(ended="stopped by its owner")
+            self.log.last_words("left the run", *self.summary(), f"come back with: {self.options.command}")
 
     def puller(self) -> Puller:
         member, clock_ms = self.member, self.member.clock.now_ms
@@ -296,7 +303,7 @@ async def _inference(place: _Place) -> None:
 
     member.gauges = gauges
     weights = follow_weights(puller, member, place.part.weights, place.log)
-    await supervise(node, node.run(info), member.heartbeats(), weights)
+    await supervise(node, place.stopped, node.run(info), member.heartbeats(), weights)
 
 
 async def _validator(place: _Place) -> None:
@@ -317,7 +324,7 @@ async def _validator(place: _Place) -> None:
     place.summary = node.summary
     member.gauges = lambda: {"bytes_up": node.bytes_sent, "bytes_down": puller.bytes_received + node.bytes_received}
     weights = follow_weights(puller, member, place.part.weights, place.log)
-    await supervise(node, node.run(), member.heartbeats(), weights)
+    await supervise(node, place.stopped, node.run(), member.heartbeats(), weights)
 
 
 async def _relay(place: _Place) -> None:
@@ -333,11 +340,14 @@ async def _relay(place: _Place) -> None:
     place.stack.push_async_callback(node.close)
     url = await node.start()
     await place.member.join(addresses=(url,))
-    await supervise(node, node.run(), place.member.heartbeats())
+    await supervise(node, place.stopped, node.run(), place.member.heartbeats())
 
 
-async def supervise(role: Role, *parts: Awaitable[None]) -> None:
+async def supervise(role: Role, stopped: Callable[[], None], *parts: Awaitable[None]) -> None:
     """Run all parts until one ends; that one's error is the reason.
+
+    Args:
+        stopped: called when the owner ended the node and the role has handed back what it could.
 
     Raises:
         LeavingError: after the role wound down.
@@ -356,6 +366,7 @@ async def supervise(role: Role, *parts: Awaitable[None]) -> None:
         raise NodeError("a part of this node ended without saying why; look into its log and report it")
     except asyncio.CancelledError:
         await _abandon(role, "the node was stopped by its owner")
+        stopped()
         raise
     finally:
         for task in tasks:
