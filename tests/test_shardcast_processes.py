@@ -84,11 +84,35 @@ def test_publish_relay_pull_and_status_from_the_command_line(tmp_path: Path) -> 
             assert holds(Policy(0, 0, b"", Path(str(got["directory"]))), SMALL_SHAPES, seed=0)
             for place, more in ((url, ["--manifest", manifest]), (str(made.directory), [])):
                 with command("status", place, *more) as status:
-                    assert line(status.stdout)["root"] == got["root"]
+                    told = line(status.stdout)
+                    assert told["root"] == got["root"]
                     assert status.wait(WAIT_S) == 0
+                if more:
+                    assert (told["children"], told["lag"], told["shards_sent"], told["stamps"]) == (1, 0, 1, 1)
         origin.send_signal(signal.SIGTERM)
         assert origin.wait(WAIT_S) == 130
     assert not (made.directory / "published" / "server.json").exists()
+
+
+def test_an_origin_with_a_coordinator_beside_it_serves_only_whom_that_sends_unless_told_otherwise(
+    tmp_path: Path,
+) -> None:
+    made = keyed(tmp_path / "run", SMALL_SHAPES)
+    write_checkpoint(made.directory, 0, 0, SMALL_SHAPES, seed=0)
+    (made.directory / "run.toml").write_text('[origin]\nlisten = "127.0.0.1:0"\n')
+    manifest = str(made.directory / "manifest.hw")
+    for number, (flags, toml, code) in enumerate(
+        [((), "", 1), (("--open",), "", 0), ((), "open = true\n", 0), ((), "open = false\n", 1)]
+    ):
+        (made.directory / "run.toml").write_text(f'[origin]\nlisten = "127.0.0.1:0"\n{toml}')
+        with command("publish", str(made.directory), *flags) as origin:
+            url = str(line(origin.stdout)["url"])
+            store = str(tmp_path / f"p{number}")
+            with command("pull", "--manifest", manifest, "--source", url, "--store", store, "--once") as pull:
+                told = line(pull.stdout)
+                assert pull.wait(WAIT_S) == code, told
+            if code:
+                assert told["error"]["code"] == "not-granted"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
