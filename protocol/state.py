@@ -113,8 +113,8 @@ class RunState:
         self.newest_policy: PolicyState | None = None
         self.periods: list[PeriodState] = []
         """Draw periods, by number."""
-        self.present: tuple[bytes, ...] | None = None
-        """Whom validators are drawn from; None before the first `validators` entry."""
+        self.present: tuple[bytes, ...] = ()
+        """Whom validators are drawn from."""
         self.batches: dict[int, BatchState] = {}
         self.trained: set[tuple[int, int]] = set()
         """(submission index, rollout position) of everything in a batch."""
@@ -212,8 +212,7 @@ class RunState:
             node = self.nodes.get(gone.key)
             if node is not None and node.state != "suspended":
                 self._suspend(node, index, ReasonCode.KEY_REVOKED.value)
-            if self.present is not None and gone.key in self.present:
-                self.present = tuple(key for key in self.present if key != gone.key)
+            self.present = tuple(key for key in self.present if key != gone.key)
         for node in self.nodes.values():
             self._settle(node)  # the accepted rollouts that end probation may be others now
 
@@ -401,16 +400,16 @@ class RunState:
         self._check_validator(job.validator)
         if decision.others(submission, job.round).get(job.validator) is False:
             raise LedgerError("the second validator must be another one than the first")
-        if submission.period is None and self.periods:
+        if submission.period is None:
             raise LedgerError("the submission came while no draw period was open")
-        if submission.period is not None:
-            if job.period != submission.period or job.attempt != submission.attempts.get(job.round, 0):
-                raise LedgerError("another draw period or attempt than the submission's")
-            if self.periods[submission.period].secret is not None:
-                raise LedgerError("drawn with a secret that was already revealed")
-            if self.present is None or job.validator not in self.present:
-                raise LedgerError("the validator was not present")
-            self.periods[submission.period].open_jobs.add((submission.index, job.round))
+        period = self.periods[submission.period]
+        if job.period != submission.period or job.attempt != submission.attempts.get(job.round, 0):
+            raise LedgerError("another draw period or attempt than the submission's")
+        if period.secret is not None:
+            raise LedgerError("drawn with a secret that was already revealed")
+        if job.validator not in self.present:
+            raise LedgerError("the validator was not present")
+        period.open_jobs.add((submission.index, job.round))
         submission.jobs[job.round] = job
         submission.attempts[job.round] = submission.attempts.get(job.round, 0) + 1
         self._jobs[job.job_id] = (job.submission, job.round)
@@ -431,8 +430,8 @@ class RunState:
         if any(outcome.outcome not in (ACCEPT, REJECT, INCONCLUSIVE) for outcome in verdict.outcomes):
             raise LedgerError("an outcome that does not exist")
         submission.verdicts[verdict.round] = VerdictState(index, verdict, envelope.signer)
-        if submission.period is not None:
-            self.periods[submission.period].open_jobs.discard((submission.index, verdict.round))
+        assert submission.period is not None  # a job of it was drawn
+        self.periods[submission.period].open_jobs.discard((submission.index, verdict.round))
         self._weigh(submission, self.nodes[submission.owner], index)
 
     def _evidence_drop(self, index: int, entry: LedgerEntry) -> None:

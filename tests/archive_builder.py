@@ -117,7 +117,11 @@ class ListSink:
 
 
 class Chain:
-    """A run's keys and its events. Methods return the ledger index of what they appended."""
+    """A run's keys and its events. Methods return the ledger index of what they appended.
+
+    Until a test says who is present (`ready`, `validators`), a draw period is opened with the first submission and
+    whoever gets a job is present.
+    """
 
     def __init__(self, manifest: RunManifest | None = None, sink=None) -> None:
         self.manifest = manifest or make_manifest()
@@ -132,6 +136,7 @@ class Chain:
         self.leases: dict[bytes, Lease] = {}
         self.owners: dict[bytes, str] = {}
         self.periods = 0
+        self._present: tuple[str, ...] | None = ()
         self._attempts: dict[tuple[int, int], int] = {}
         self._period_of: dict[int, int] = {}
 
@@ -224,6 +229,8 @@ class Chain:
         return self.append("lease.closed", LeaseClosed(lease_id, reason))
 
     def submit(self, lease_id: bytes, blob: bytes | None = None, raw_length: int = 100) -> int:
+        if not self.periods and self._present is not None:
+            self.open_draws()
         data = blob if blob is not None else lease_id * 4
         intent = UploadIntent(lease_id, len(data), raw_length, blake3(data).digest())
         index = self.append("submission", b"", self.sealed(self.owners[lease_id], "intent", intent))
@@ -236,6 +243,10 @@ class Chain:
         self.open_draws(rate)
 
     def validators(self, *names: str) -> int:
+        self._present = None
+        return self._say_present(names)
+
+    def _say_present(self, names: tuple[str, ...]) -> int:
         return self.append("validators", ValidatorsPresent(tuple(sorted(identity(name).public for name in names))))
 
     @staticmethod
@@ -253,6 +264,9 @@ class Chain:
 
     def job(self, submission: int, validator: str, round_: int = 1) -> bytes:
         """A job for a validator of the test's choice, under the id and attempt a true draw has."""
+        if self._present is not None and validator not in self._present:
+            self._present = (*self._present, validator)
+            self._say_present(self._present)
         attempt = self._attempts.get((submission, round_), 0)
         self._attempts[(submission, round_)] = attempt + 1
         period = self._period_of.get(submission, max(0, self.periods - 1))

@@ -66,7 +66,7 @@ class Draws:
         if submission is None:
             return None
         before = submission.jobs.get(job.round)
-        present = self.state.present or ()
+        present = self.state.present
         chosen = draws.candidates(
             present, decision.others(submission, job.round), before.validator if before is not None else None
         )
