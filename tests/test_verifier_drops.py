@@ -199,6 +199,31 @@ def test_what_a_ledger_shows_condemns_the_one_who_drops():
     assert cut.size < state.size and drop_evidence(cut, ann, reward, cut.size).log_e < found.log_e
 
 
+def test_a_lease_is_held_against_its_own_step_and_the_four_before():
+    chain = Chain(make_manifest(leases=replace(make_manifest().leases, probation_accepted=1, max_staleness=100)))
+    chain.open()
+    for who in ("ann", "bob"):
+        chain.join(who, "inference")
+    chain.join("val", "validator")
+    rewards = {}
+
+    def done(who, step, reward):
+        lease_id = chain.lease(who, step=step, root=bytes([step]) * 32)
+        number = chain.submit(lease_id)
+        chain.verdict(chain.job(number, "val"), chain.digest_of(lease_id), "val", [ACCEPT] * 4)
+        rewards[number] = reward
+
+    for step in range(7):
+        chain.policy(step, bytes([step]) * 32)
+        done("bob", step, step / 10)
+    done("ann", 5, 0.9)
+    done("bob", 5, 0.0)  # decided after ann's: her x stays what it was
+    state = fold(chain.sink.entries)
+    assert state.problems == []
+    (found,) = lease_outcomes(state, identity("ann").public, lambda number, rollout: rewards[number], state.size)
+    assert found.x == pytest.approx(0.9 - (0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
+
+
 def test_losses_that_are_nobodys_choice_are_left_out():
     chain, reward = run_of(lambda value, i: value < 0.5)
     entries = [

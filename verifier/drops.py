@@ -5,7 +5,8 @@ model from a sample of its own choice. But a lost lease is done again by another
 is known after all. For each lease of one key whose reward is known:
 
     label   lost (given up, or expired) or returned
-    x       its mean verified reward, less the mean over all other nodes' accepted rollouts of the same policy step
+    x       its mean verified reward, less the mean over all other nodes' accepted rollouts of the same policy step and
+            the four before it
     cell    x below or above 0; exactly 0 says nothing and is left out
 
 Honest losses have nothing to do with the reward: the label is independent of the cell. The e-value of a block of leases
@@ -39,6 +40,10 @@ BLOCK = 128
 """Leases that share one rate of losses. Longer blocks mistake drift for a choice, shorter ones cost power: each pays
 for learning its rates anew."""
 
+BASELINE_STEPS = 4
+"""Policy steps before a lease's own that its baseline covers too. One step has a few leases, whose noise would hide
+most of what a key does; later steps would enter only for lost leases, which become known later, and bias them down."""
+
 Reward = Callable[[int, int], float | None]
 """(submission's ledger index, rollout) -> the reward its accepting verdict's details hold, None when they can't be
 read."""
@@ -50,7 +55,7 @@ class LeaseOutcome:
 
     lost: bool
     x: float
-    """Mean reward, less the mean of the others at the same policy step."""
+    """Mean reward, less the mean of the others at about the same policy step."""
     index: int = 0
     """Ledger index of the verdict that made it known; outcomes are taken in this order."""
 
@@ -165,7 +170,7 @@ def lease_outcomes(state: RunState, key: bytes, reward: Reward, upto: int) -> li
     """
     own = [lease for lease in state.leases.values() if lease.owner == key]
     nonces = {lease.lease.nonce for lease in own}
-    steps = {(lease.lease.epoch, lease.lease.step) for lease in own}
+    steps = {step for lease in own for step in _baseline(lease)}
     again: dict[bytes, list[LeaseState]] = {}
     for lease in state.leases.values():
         if lease.lease.nonce in nonces and lease.owner != key:
@@ -192,7 +197,8 @@ def lease_outcomes(state: RunState, key: bytes, reward: Reward, upto: int) -> li
             continue
         others = [
             one
-            for one in by_step[(lease.lease.epoch, lease.lease.step)]
+            for step in _baseline(lease)
+            for one in by_step.get(step, ())
             if one.owner != key and one is not found and one.index <= found.index
         ]
         rollouts = sum(one.count for one in others)
@@ -200,6 +206,12 @@ def lease_outcomes(state: RunState, key: bytes, reward: Reward, upto: int) -> li
             x = found.total / found.count - sum(one.total for one in others) / rollouts
             out.append(LeaseOutcome(lease.status == "closed", x, found.index))
     return sorted(out, key=lambda outcome: outcome.index)
+
+
+def _baseline(lease: LeaseState) -> list[tuple[int, int]]:
+    """(epoch, step) of the policies whose rollouts a lease is held against."""
+    step = lease.lease.step
+    return [(lease.lease.epoch, one) for one in range(max(0, step - BASELINE_STEPS), step + 1)]
 
 
 def _counts_as_lost(state: RunState, lease: LeaseState, upto: int) -> bool:
