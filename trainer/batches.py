@@ -232,8 +232,8 @@ def open_submission(raw: bytes, submission: SubmissionState) -> Submission:
 
 def check_details(
     verdict: Verdict, raw: bytes, submission: SubmissionState, lease: Lease, upload: Callable[[], bytes]
-) -> None:
-    """Refuse a verdict whose details could not make a batch.
+) -> VerdictDetails:
+    """The details of a verdict, unless they could not make a batch.
 
     Args:
         raw: the attachment, codec bytes of `VerdictDetails`.
@@ -252,7 +252,7 @@ def check_details(
         raise DecodeError(f"the lease has {expected} rollouts, the verdict speaks of {len(verdict.outcomes)}")
     accepted = [i for i, outcome in enumerate(verdict.outcomes) if outcome.outcome == ACCEPT]
     if not accepted:
-        return
+        return details
     rollouts = open_submission(upload(), submission).rollouts
     for position in accepted:
         if position >= len(rollouts):
@@ -262,6 +262,7 @@ def check_details(
             raise DecodeError(f"rollout {position} was accepted but is another task or sample")
         if not rollout.tokens or len(detail.logprobs) != len(rollout.tokens):
             raise DecodeError(f"rollout {position} has {len(rollout.tokens) // 4} tokens, its details another number")
+    return details
 
 
 def tokenizer_prompts(model_dir: Path, prompts: Callable[[bytes, int], str]) -> PromptIds:

@@ -107,7 +107,7 @@ class Book:
     ) -> Book:
         """Open or begin the ledger in `state_dir`, fold it, and enter what the manifest chain has and the ledger lacks.
 
-        A coordinator key that was rotated while nobody served signs once more, the entry that names its successor.
+        A coordinator key that was rotated while nobody served signs once more: that the ledger is served again.
 
         Args:
             chain: the run directory's.
@@ -145,18 +145,24 @@ class Book:
 
     def update(self, link: Link, keys: Callable[[bytes], Identity]) -> None:
         """Enter the next link of the manifest chain; what follows is signed by the coordinator key it names."""
-        self.append("run.updated", subject=link.raw)
         named = link.run.manifest.coordinator
         if named != self.coordinator.public:
             self.coordinator = keys(named)
-            self.ledger.sign_with(self.coordinator)
+            self.ledger.sign_with(self.coordinator)  # a revoked predecessor may not even sign this entry
+        self.append("run.updated", subject=link.raw)
 
     def origins(self) -> tuple[bytes, ...]:
         """Keys the origin has or had, those that were revoked left out."""
+        return self._keys("origin")
+
+    def coordinators(self) -> tuple[bytes, ...]:
+        """The same of the coordinator."""
+        return self._keys("coordinator")
+
+    def _keys(self, role: str) -> tuple[bytes, ...]:
         chain = self.state.chain
-        if chain is None:
-            return (self.genesis.manifest.origin,)
-        return tuple(key for key in chain.keys("origin") if not chain.revoked(key, self.ledger.size))
+        assert chain is not None
+        return tuple(key for key in chain.keys(role) if not chain.revoked(key, self.ledger.size))
 
     def __post_init__(self) -> None:
         self.window = Window(self.genesis.manifest.leases.max_staleness, self.state)

@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "learn", _learn, "run the learner", "trainer learn runs/first/run.toml", _config_argument)
     _add(commands, "sft", _sft, "run the supervised stage alone", "trainer sft runs/first/run.toml", _config_argument)
     _add(commands, "demo", _demo, "the whole system on this machine", "trainer demo --nodes 3 --cheats replay", None)
+    _add_keys(commands)
+    _add(commands, "block", _block, "stop all traffic with an address", "trainer block 203.0.113.7 runs/first",
+         _block_arguments)  # fmt: skip
     _add(commands, "status", _status, "show where a run stands", "trainer status runs/first", _status_arguments)
     return parser
 
@@ -76,6 +79,48 @@ def _add(
         arguments(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     sub.set_defaults(run_command=command)
+
+
+def _add_keys(commands: Any) -> None:
+    sub = commands.add_parser(
+        "key",
+        help="change or take back keys of a run",
+        description="Change or take back keys of a run. Needs the run's root key.",
+        epilog="example: trainer key rotate origin runs/first --root /media/stick/root.pem",
+    )
+    sub.set_defaults(run_command=lambda args: _no_key_command(sub))
+    actions = sub.add_subparsers(dest="action", metavar="ACTION")
+    _add(actions, "rotate", _rotate, "give the run a new online key", "trainer key rotate origin runs/first",
+         _rotate_arguments)  # fmt: skip
+    _add(actions, "revoke", _revoke, "take a key back",
+         "trainer key revoke 12D3KooW... runs/first --reason 'laptop stolen'", _revoke_arguments)  # fmt: skip
+    sub.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def _no_key_command(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _rotate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("role", choices=("coordinator", "origin", "transport"), help="which key")
+    parser.add_argument("config", type=Path, metavar="RUN", help="run directory, or its run.toml")
+    parser.add_argument("--root", type=Path, default=None, metavar="PATH", help="root key (default: RUN/keys/root.pem)")
+
+
+def _revoke_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("peer", metavar="PEER", help="peer id of the key")
+    parser.add_argument("config", type=Path, metavar="RUN", help="run directory, or its run.toml")
+    parser.add_argument("--reason", required=True, help="why, for everybody who looks at the run")
+    parser.add_argument("--from", dest="index", type=int, default=None, metavar="N",
+                        help="ledger entry from which its signatures don't count (default: the next)")  # fmt: skip
+    parser.add_argument("--root", type=Path, default=None, metavar="PATH", help="root key (default: RUN/keys/root.pem)")
+
+
+def _block_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="ADDRESS", help="IP address or network, for example 203.0.113.0/24")
+    parser.add_argument("config", type=Path, metavar="RUN", help="run directory, or its run.toml")
+    parser.add_argument("--undo", action="store_true", help="allow the address again")
 
 
 def _config_argument(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +191,48 @@ def _init(args: argparse.Namespace) -> int:
             "no validator is admitted yet, so nothing can be accepted: run `node id --home DIR` where it will run, "
             f"and put the peer id into {args.dir}/run.toml, [grants] validators, before `trainer serve`\n"
         )
+    return 0
+
+
+def _rotate(args: argparse.Namespace) -> int:
+    config = _load(args)
+    from trainer import keys
+
+    done = keys.rotate(config, args.role, args.root)
+    if args.json:
+        sys.stdout.write(json.dumps(done) + "\n")
+        return 0
+    sys.stdout.write(
+        f"the run's {done['role']} key is now {done['peer_id']}\n"
+        f"  key file  {done['file']}\n  next      {done['next']}\n"
+    )
+    return 0
+
+
+def _revoke(args: argparse.Namespace) -> int:
+    config = _load(args)
+    from trainer import keys
+
+    done = keys.revoke(config, args.peer, args.reason, args.root, args.index)
+    if args.json:
+        sys.stdout.write(json.dumps(done) + "\n")
+        return 0
+    sys.stdout.write(f"{done['peer_id']} is revoked from ledger entry {done['from']} on\n  next  {done['next']}\n")
+    return 0
+
+
+def _block(args: argparse.Namespace) -> int:
+    config = _load(args)
+    from trainer import blocking
+
+    blocked = blocking.change(config.run_dir, args.address, undo=args.undo)
+    if args.json:
+        sys.stdout.write(json.dumps({"blocked": blocked}) + "\n")
+        return 0
+    sys.stdout.write(
+        f"blocked: {', '.join(blocked) or 'nobody'}\n"
+        "a running `trainer serve` follows within seconds, members drop relays there with their next heartbeat\n"
+    )
     return 0
 
 

@@ -61,6 +61,7 @@ from trainer.book import Book
 from trainer.config import RunConfig
 from trainer.door import Door, port_in_use
 from trainer.drawing import Drawing
+from trainer.drops import Drops
 from trainer.errors import StartError
 from trainer.ingress import Ingress, sweep_spool
 from trainer.judging import Judging
@@ -141,6 +142,7 @@ class Coordinator:
             self.news,
             self.config.coordinator.job_deadline_s,
             Drawing(self.book, self.members),
+            Drops(self.book, self.files, self.news, self.leasing.close_all_of),
         )
         self.ingress = Ingress(self.book, self.judging, self.control, self.files, self.config.ingress, self.members)
         self.host = HostProcess(
@@ -158,6 +160,7 @@ class Coordinator:
             self.members,
             self.news,
             lambda: (self.control.http_fallbacks, self.host.restarts),
+            parent=self.members.parent_of,
         )
         self.control.updates = pack_updates(self.book.state.chain.updates) if self.book.state.chain else b""
         self.blocking = Blocking(self.run_dir, self._block, self.news)
@@ -282,6 +285,7 @@ class Coordinator:
             self.status.write(self.phase if self.phase == "finished" else "stopped")
         finally:
             self.book.close()
+            self.book.log.close()
 
     # --- beside each other ----------------------------------------------------------------------------------------
 
@@ -319,6 +323,7 @@ class Coordinator:
             self.book.append("policy", subject=subject)
         await self.book.commit()
         self.book.seal(self.run_dir / "ledger")
+        self.book.log.event("policy", step=head.step, epoch=head.epoch, root=head.root)
 
     def _compare(self, newest: PolicyState, head: Head) -> None:
         known = self.book.state.policies.get((head.epoch, head.step), newest)
@@ -344,6 +349,7 @@ class Coordinator:
             self.book.append("batch", batches.closed(step, policy.epoch, entries, raw))
             await self.book.commit()
             await asyncio.to_thread(write_atomic, self.files.batch(step), raw)
+            self.book.log.event("batch", step=step, rollouts=len(entries), groups=len(groups))
             for group in groups:
                 self.status.staleness.add(step - group.step, len(group.rollouts))
 
@@ -409,7 +415,7 @@ class Coordinator:
             for gone in chain.links[-1].update.revocations:
                 node = self.book.state.nodes.get(gone.key)
                 if node is not None:
-                    self.leasing.close_all_of(node, f"its key was revoked: {gone.reason}"[:500])
+                    self.leasing.close_all_of(node)
         return taken
 
     def _next_coordinator(self) -> bytes:

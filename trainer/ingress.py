@@ -34,7 +34,7 @@ from protocol.admission import address_group
 from protocol.chain import pack_updates
 from protocol.control import ControlServer
 from protocol.envelope import Envelope, open_envelope, seal
-from protocol.errors import HeadwaterError, ProtocolError, ReasonCode
+from protocol.errors import EnvelopeError, HeadwaterError, ProtocolError, ReasonCode
 from protocol.files import fsync_dir, write_atomic
 from protocol.limits import (
     KIB,
@@ -152,19 +152,18 @@ class Ingress:
         with self._place(held, intent.length, address):
             part = await self._spool(request, held.lease_id, intent)
             try:
-                if held.status != "open":
-                    self._check_open(held, intent, request)
+                self._check_open(held, intent, request)
                 await asyncio.to_thread(_keep, part, self.files.submission(held.lease_id))
             finally:
                 part.unlink(missing_ok=True)
-            if held.status != "open":  # it was closed while the file was being made durable
-                self.files.submission(held.lease_id).unlink(missing_ok=True)
+            try:
                 self._check_open(held, intent, request)
-            self.judging.drawing.open_if_due()
-            appended = self.book.append("submission", subject=envelope.raw)
-            self.judging.drawing.first(appended.index)
+            except HeadwaterError:  # closed while the file was being made durable, or the run ended
+                self.files.submission(held.lease_id).unlink(missing_ok=True)
+                raise
+            index = self.judging.enter(envelope.raw)
         self.book.log.event(
-            "submission", node=held.owner, lease=held.lease_id, step=held.lease.step, index=appended.index,
+            "submission", node=held.owner, lease=held.lease_id, step=held.lease.step, index=index,
             bytes=intent.length,
         )  # fmt: skip
         return await self._receipt(held, envelope.signer)
@@ -181,9 +180,10 @@ class Ingress:
             raw,
             run=self.book.run.id,
             kind=INTENT_KIND,
-            audience=self.book.coordinator.public,
             now=self.book.now_ms(),
         )
+        if envelope.audience not in (b"", *self.book.coordinators()):  # signed before our key changed is fine
+            raise EnvelopeError("addressed to somebody else", ReasonCode.WRONG_AUDIENCE)
         self.members.check_key(envelope.signer)
         return envelope, envelope.record(UploadIntent)
 

@@ -24,11 +24,12 @@ from protocol.control import Member
 from protocol.envelope import seal
 from protocol.errors import DecodeError, ProtocolError, ReasonCode
 from protocol.files import write_atomic
-from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, Verdict
+from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, Verdict, VerdictDetails
 from protocol.state import NodeState, SubmissionState
 from trainer import batches
 from trainer.book import Book
 from trainer.drawing import Drawing
+from trainer.drops import Drops
 from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
 from trainer.news import News, in_words
@@ -56,6 +57,7 @@ class Judging:
     news: News
     job_deadline_s: float
     drawing: Drawing
+    drops: Drops
     monotonic: Callable[[], float] = time.monotonic
     delivered: dict[bytes, float] = field(default_factory=dict)
     """Job id -> when it was last handed to its validator."""
@@ -69,6 +71,17 @@ class Judging:
 
     # --- drawing --------------------------------------------------------------------------------------------------
 
+    def enter(self, intent: bytes) -> int:
+        """Append a submission with the jobs it begins with; returns its ledger index. The caller commits.
+
+        Args:
+            intent: the owner's `intent` envelope; the bytes it names are on the disk.
+        """
+        self.drawing.open_if_due()
+        index = self.book.append("submission", subject=intent).index
+        self.drawing.first(index)
+        return index
+
     def open_jobs(self) -> Iterator[tuple[SubmissionState, JobDrawn]]:
         """Drawn jobs without a verdict, oldest submission first."""
         for index in self.book.window.unjudged:
@@ -81,13 +94,18 @@ class Judging:
         while True:
             await asyncio.sleep(CLOCK_S)
             size = self.book.ledger.size
-            self.drawing.keep_in_step()
-            waiting = [self.book.state.submissions[index] for index in self.book.window.unjudged]
-            for submission in waiting:
-                self._redraw(submission)
-            self._say_who_is_missing(sum(decision.next_round(one) is not None for one in waiting))
+            self.tick()
             if self.book.ledger.size > size:
                 await self.book.commit()
+
+    def tick(self) -> None:
+        """Append whatever the passing of time made necessary; the caller commits."""
+        self.drawing.keep_in_step()
+        self.drops.run()
+        waiting = [self.book.state.submissions[index] for index in self.book.window.unjudged]
+        for submission in waiting:
+            self._redraw(submission)
+        self._say_who_is_missing(sum(decision.next_round(one) is not None for one in waiting))
 
     def _redraw(self, submission: SubmissionState) -> None:
         if not submission.jobs:
@@ -236,14 +254,14 @@ class Judging:
     ) -> Ack:
         node = self.book.state.nodes[member.key]
         held = self.book.state.leases[submission.lease_id]
-        batches.check_details(
+        details = batches.check_details(
             verdict, attachment, submission, held.lease, lambda: read_upload(self.files.submission(held.lease_id))
         )
         path = self.files.details(held.lease_id, job.round)
         await asyncio.to_thread(write_atomic, path, attachment)
         if self._find(node, verdict) is None:
             return Ack("already counted")
-        self._count(member.envelope.raw, submission, job)
+        self._count(member.envelope.raw, submission, job, details)
         await self.book.commit()
         self.delivered.pop(job.job_id, None)
         return Ack("counted")
@@ -263,17 +281,30 @@ class Judging:
                     return None
         raise ProtocolError("no job with this id is open; it was drawn again or never existed", ReasonCode.UNKNOWN_JOB)
 
-    def _count(self, raw: bytes, submission: SubmissionState, job: JobDrawn) -> None:
+    def _count(self, raw: bytes, submission: SubmissionState, job: JobDrawn, details: VerdictDetails) -> None:
         """Append the verdict and what follows from it at once, so that both are durable or neither."""
         owner = self.book.state.nodes[submission.owner]
         before = owner.state
-        self.book.append("verdict", subject=raw)
+        index = self.book.append("verdict", subject=raw).index
+        self.drops.note(submission, index, details)
         counted = submission.verdicts[job.round].verdict
         rejected = [outcome.reason for outcome in counted.outcomes if outcome.outcome == REJECT]
         self.drawing.after_verdict(submission)
         if owner.state == "suspended" and before != "suspended":
-            self.leasing.close_all_of(owner, f"owner suspended: {owner.reason}")
+            self.leasing.close_all_of(owner)
         self._tell(owner, before, rejected, len(counted.outcomes))
+        self.book.log.event(
+            "verdict",
+            node=owner.key,
+            lease=submission.lease_id,
+            step=self.book.state.leases[submission.lease_id].lease.step,
+            index=index,
+            validator=job.validator,
+            round=job.round,
+            rejected=len(rejected),
+            reason=rejected[0] if rejected else "",
+            decided=submission.verdict_index is not None,
+        )
 
     def _tell(self, owner: NodeState, before: str, rejected: list[str], total: int) -> None:
         if owner.state == before and not rejected:

@@ -15,7 +15,7 @@ from protocol.control import Member
 from protocol.envelope import Envelope, seal
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.records import Ack, Lease, LeaseClosed, LeaseFailed, LeaseReply, LeaseRequest
-from protocol.state import NodeState
+from protocol.state import LeaseState, NodeState
 from trainer import leases
 from trainer.book import Book
 from trainer.members import Members
@@ -86,7 +86,8 @@ class Leasing:
             raise ProtocolError("this lease belongs to another node", ReasonCode.NOT_OWNER)
         if held.status == "open":
             self.book.append("lease.closed", LeaseClosed(report.lease_id, _reason(f"failed: {report.reason}")))
-            self.news.say(f"{node.name} gave up a lease: {_printable(report.reason[:120])}")
+            self.news.say(f"{node.name} gave up a lease: {report.reason[:120]}")
+            self._log_closed(held)
         await self.book.commit()
         return Ack(f"lease is {held.status}")
 
@@ -98,13 +99,19 @@ class Leasing:
             for held in over:
                 self.book.append("lease.closed", LeaseClosed(held.lease_id, "expired"))
                 self.news.say(f"a lease of {self.book.state.nodes[held.owner].name} expired; others may take its tasks")
+                self._log_closed(held)
             if over:
                 await self.book.commit()
 
-    def close_all_of(self, node: NodeState, reason: str) -> None:
+    def _log_closed(self, held: LeaseState) -> None:
+        self.book.log.event(
+            "lease.closed", node=held.owner, lease=held.lease_id, step=held.lease.step, reason=held.reason
+        )
+
+    def close_all_of(self, node: NodeState) -> None:
         """Close every open lease of a node that was suspended; the caller commits."""
         for lease_id in sorted(node.open_leases):
-            self.book.append("lease.closed", LeaseClosed(lease_id, reason))
+            self.book.append("lease.closed", LeaseClosed(lease_id, _reason(f"owner suspended: {node.reason}")))
 
     def _decide(self, node: NodeState, request: LeaseRequest) -> leases.Decision:
         return leases.decide(
@@ -124,6 +131,10 @@ class Leasing:
         envelope = self._seal(node, lease)
         self.book.append("lease", subject=envelope.raw)
         await self.book.commit()
+        again = self.book.state.leases[lease.lease_id].reissue_of
+        self.book.log.event(
+            "lease", node=node.key, lease=lease.lease_id, step=lease.step, tasks=len(lease.tasks), again=again
+        )
         return envelope.raw
 
     def _seal(self, node: NodeState, lease: Lease) -> Envelope:
@@ -137,11 +148,6 @@ class Leasing:
             lifetime_ms=lease.duration_ms + leases.GRACE_MS,
             audience=node.key,
         )
-
-
-def _printable(text: str) -> str:
-    """A stranger's words for an operator's terminal: one line, nothing that moves a cursor."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _reason(text: str) -> str:

@@ -27,6 +27,7 @@ from protocol.limits import KIB, PROTOCOL_VERSION
 from protocol.records import Heartbeat, HeartbeatReply, JoinReply, JoinRequest
 from protocol.state import ROLES, NodeState
 from shardcast.records import CHALLENGE_KIND, Challenge
+from trainer import waiting
 from trainer.book import Book
 from trainer.config import RunConfig
 from trainer.news import News
@@ -177,6 +178,13 @@ class Members:
         """Its passes for those, in the same order."""
         return self.parents.passes(node, self.parents.places(node))
 
+    def parent_of(self, key: bytes) -> str:
+        """Hex key of the relay a member pulls from first, or `origin`; empty while it waits for one."""
+        places = self.parents.places(self.book.state.nodes[key])
+        if not places:
+            return ""
+        return "origin" if places[0].key == self.book.run.manifest.origin else places[0].key.hex()
+
     def _seen(self, relay: bytes) -> Seen:
         """What the plan needs to know of one relay."""
         proofs = [(url, proof) for (key, url), proof in self.proofs.items() if key == relay]
@@ -240,6 +248,7 @@ class Members:
             accepted=node.accepted,
             rejected=node.rejected,
             reason=node.reason if node.state in ("paused", "suspended") else "",
+            waits_for=waiting.member(self.book.state, self.book.window, node, len(self.validators()))[:512],
             manifest=self.book.manifest_hash,
             tree=self.book.tree_head(),
             passes=self.passes(node),

@@ -66,6 +66,8 @@ class Window:
     """Nonce -> tasks waiting to be leased again, oldest first."""
     lost: dict[bytes, Lost] = field(default_factory=dict)
     """Lease id -> what is missing of it. A node with one of these gets nothing new (`leases.decide`)."""
+    losses: Counter[bytes] = field(default_factory=Counter)
+    """Key -> leases it ever gave up or let expire, those lost with the coordinator or its standing left out."""
     envelopes: dict[bytes, bytes] = field(default_factory=dict)
     """The signed bytes of open leases, to answer the same request again."""
     undecided: dict[int, None] = field(default_factory=dict)
@@ -132,6 +134,7 @@ class Window:
             self._wait_again(held, held.lease.tasks)
             if self.state.nodes[held.owner].state != "suspended" and not self.outage_ms(held.index):
                 self.lost[lease_id] = Lost(held.owner, set(held.lease.tasks), time)
+                self.losses[held.owner] += 1
 
     def _wait_again(self, held: LeaseState, tasks: tuple[int, ...]) -> None:
         waiting = self.again.get(held.lease.nonce)

@@ -1,0 +1,223 @@
+"""Draws with commit and reveal, rounds, and what a coordinator killed between any two entries does next."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from protocol import codec, decision, draws
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, DrawsOpened, DrawsRevealed, JobDrawn, ValidatorsPresent
+from tests.coordinator_desk import Desk
+from tests.scripted_swarm import actor_identity
+from trainer import drawing
+
+
+def desk_with(tmp_path: Path, validators: int = 2, **overrides: object) -> Desk:
+    desk = Desk(tmp_path / "run", validators=validators, **{"leases__tasks_per_step": 400, **overrides})
+    for i in range(validators):
+        desk.join(f"validator-{i}", "validator")
+    desk.publish(0)
+    return desk
+
+
+def recompute(desk: Desk) -> int:
+    """Draw every job of the ledger again from what is in it, as an auditor would; returns how many there were."""
+    secrets: dict[int, bytes] = {}
+    commitments: dict[int, bytes] = {}
+    entries = [stored.entry() for stored in desk.book.ledger.entries()]
+    for entry in entries:
+        if entry.event == "draws.revealed":
+            revealed = codec.decode(DrawsRevealed, entry.body)
+            secrets[revealed.period] = revealed.secret
+        elif entry.event == "draws.opened":
+            commitments[codec.decode(DrawsOpened, entry.body).period] = codec.decode(DrawsOpened, entry.body).commitment
+    assert commitments == {period: blake3(secret).digest() for period, secret in secrets.items()}
+    present: tuple[bytes, ...] = ()
+    count = 0
+    for entry in entries:
+        if entry.event == "validators":
+            present = codec.decode(ValidatorsPresent, entry.body).keys
+        if entry.event != "job":
+            continue
+        job = codec.decode(JobDrawn, entry.body)
+        submission = desk.state.submissions[job.submission]
+        secret, digest = secrets[job.period], submission.intent.digest
+        assert job.job_id == draws.job_id(secret, job.submission, job.round, job.attempt)
+        allowed = [
+            draws.draw_validator(secret, digest, job.submission, job.round, job.attempt, candidates)
+            for candidates in _possible(present, desk, job)
+        ]
+        assert job.validator in allowed
+        count += 1
+    return count
+
+
+def _possible(present: tuple[bytes, ...], desk: Desk, job: JobDrawn) -> list[set[bytes]]:
+    """Present validators without those of the earlier rounds; of two validators nobody else is ever left out."""
+    earlier = {other.validator for n, other in desk.state.submissions[job.submission].jobs.items() if n < job.round}
+    return [set(present) - earlier]
+
+
+async def test_every_draw_follows_from_secrets_committed_before_and_revealed_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "PERIOD_SUBMISSIONS", 3)
+    desk = desk_with(tmp_path, leases__second_draw=0.3, leases__probation_accepted=2)
+    for _ in range(8):
+        index = desk.upload(desk.lease("node"))
+        while desk.open_jobs(index):
+            await desk.judge(index)
+        desk.tick()
+    events = desk.events()
+    assert events.index("draws.opened") < events.index("submission")
+    assert events.count("draws.opened") == 3 and events.count("draws.revealed") == 2
+    desk.judging.drawing.reveal_all()
+    assert recompute(desk) > 8, "some were drawn twice, by rate"
+    assert desk.state.problems == []
+    desk.close()
+
+
+async def test_a_period_is_not_revealed_and_no_third_opened_while_one_of_its_jobs_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "PERIOD_SUBMISSIONS", 1)
+    desk = desk_with(tmp_path)
+    first = desk.upload(desk.lease("a"))
+    second = desk.upload(desk.lease("b"))
+    third = desk.upload(desk.lease("c"))
+    assert [desk.state.submissions[i].period for i in (first, second, third)] == [0, 1, 1]
+    await desk.judge(second)
+    await desk.judge(third)
+    desk.tick()
+    assert "draws.revealed" not in desk.events()
+    await desk.judge(first)
+    desk.tick()
+    assert desk.events()[-2:] == ["draws.revealed", "draws.opened"]
+    assert desk.state.periods[0].secret is not None and desk.state.periods[1].secret is None
+    desk.close()
+
+
+async def test_a_verdict_that_decides_nothing_is_followed_by_another_validator_in_its_own_transaction(
+    tmp_path: Path,
+) -> None:
+    desk = desk_with(tmp_path)
+    index = desk.upload(desk.lease("node"))
+    first = await desk.judge(index, INCONCLUSIVE)
+    assert desk.events()[-2:] == ["verdict", "job"]
+    second = await desk.judge(index, INCONCLUSIVE)
+    third = await desk.judge(index, ACCEPT)
+    assert first.validator != second.validator and third.round == 3
+    assert {outcome.status for outcome in desk.state.submissions[index].outcomes} == {"accepted"}
+    assert desk.open_jobs(index) == []
+    desk.close()
+
+
+async def test_one_validator_alone_condemns_nobody_and_the_operator_is_told_what_is_missing(tmp_path: Path) -> None:
+    desk = desk_with(tmp_path)
+    desk.here("validator-1", present=False)
+    index = desk.upload(desk.lease("node"))
+    await desk.judge(index, REJECT)
+    desk.tick()
+    assert desk.open_jobs(index) == [] and desk.state.nodes[actor_identity("node").public].state == "paused"
+    assert "needs a second one to repeat it" in desk.news()
+    said = len(desk.coordinator.news.events)
+    desk.tick()
+    assert len(desk.coordinator.news.events) == said, "once"
+    desk.here("validator-1")
+    desk.tick()
+    assert [job.round for job in desk.open_jobs(index)] == [2]
+    await desk.judge(index, REJECT)
+    assert desk.state.nodes[actor_identity("node").public].state == "suspended"
+    desk.close()
+
+
+async def test_a_validator_that_vanished_is_replaced_and_the_attempt_counted(tmp_path: Path) -> None:
+    desk = desk_with(tmp_path)
+    index = desk.upload(desk.lease("node"))
+    (before,) = desk.open_jobs(index)
+    desk.here(desk.state.nodes[before.validator].name, present=False)
+    desk.tick()
+    (after,) = desk.open_jobs(index)
+    assert after.validator != before.validator and (after.round, after.attempt) == (1, 1)
+    desk.here(desk.state.nodes[after.validator].name, present=False)
+    desk.tick()
+    assert desk.open_jobs(index) == [after], "nobody is left: the same one is asked again"
+    assert desk.state.present == ()
+    desk.close()
+
+
+async def test_jobs_of_a_suspended_node_stay_open_and_their_verdicts_are_kept(tmp_path: Path) -> None:
+    desk = desk_with(tmp_path, leases__probation_accepted=2)
+    await desk.judge(desk.upload(desk.lease("node")))
+    one, two = desk.upload(desk.lease("node")), desk.upload(desk.lease("node"))
+    await desk.judge(one, REJECT)
+    await desk.judge(one, REJECT)
+    assert {outcome.status for outcome in desk.state.submissions[two].outcomes} == {"discarded"}
+    job = await desk.judge(two, REJECT)
+    assert desk.state.submissions[two].verdicts[1].validator == job.validator
+    desk.tick()
+    assert desk.open_jobs(two) == [], "nothing more is drawn for it"
+    assert two not in desk.book.window.unjudged
+    desk.close()
+
+
+async def test_validators_take_trusted_nodes_first_and_leave_a_tenth_to_newcomers(tmp_path: Path) -> None:
+    desk = desk_with(tmp_path, validators=1, leases__probation_accepted=2)
+    await desk.judge(desk.upload(desk.lease("trusted")))
+    fresh = [desk.upload(desk.lease(f"fresh-{i}")) for i in range(6)]
+    mine = [desk.upload(desk.lease("trusted")) for _ in range(12)]
+    validator = actor_identity("validator-0").public
+    order = []
+    while (found := desk.judging._choose(validator)) is not None:
+        desk.judging.delivered[found[1].job_id] = desk.judging.monotonic()
+        order.append(found[0].index)
+    assert sorted(order) == sorted(fresh + mine)
+    assert [index in mine for index in order[:2]] == [True, False]
+    rollouts = {index: len(desk.state.submissions[index].outcomes) for index in order}
+    both = order[: order.index(mine[-1]) + 1]
+    given = sum(rollouts[i] for i in both if i in fresh) / sum(rollouts[i] for i in both)
+    assert given <= 0.15, "garbage from new keys can't take more of a busy validator"
+    desk.close()
+
+
+async def test_a_coordinator_killed_between_any_two_entries_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut the ledger after each entry in turn, begin again, finish the run's open work: nothing contradicts."""
+    monkeypatch.setattr(drawing, "PERIOD_SUBMISSIONS", 2)
+    desk = desk_with(tmp_path, leases__second_draw=1.0)
+    for who, outcome in (("a", ACCEPT), ("b", INCONCLUSIVE), ("c", ACCEPT), ("d", REJECT)):
+        index = desk.upload(desk.lease(who))
+        while desk.open_jobs(index):
+            await desk.judge(index, outcome)
+        desk.tick()
+    size = desk.book.ledger.size
+    desk.close()
+    assert size > 30
+    for cut in range(5, size + 1):
+        copy = tmp_path / f"cut-{cut}"
+        shutil.copytree(desk.run_dir, copy)
+        with sqlite3.connect(copy / "state" / "ledger.db") as db:
+            db.execute("DELETE FROM leaves WHERE idx >= ?", (cut,))
+        db.close()
+        again = Desk(copy)
+        for name in ("validator-0", "validator-1"):
+            again.join(name, "validator")
+        again.tick()
+        for lease in [held.lease for held in again.state.leases.values() if held.status == "open"]:
+            again.upload(lease)
+        while again.book.window.undecided:
+            waiting = next(iter(again.book.window.undecided))
+            submission = again.state.submissions[waiting]
+            assert submission.open_rounds or decision.next_round(submission) is None, f"cut at {cut}: nobody judges it"
+            await again.judge(waiting)
+        again.tick()
+        again.judging.drawing.reveal_all()
+        assert again.state.problems == [], f"cut at {cut}"
+        assert all(period.secret is not None for period in again.state.periods)
+        again.close()
+        shutil.rmtree(copy)
