@@ -210,26 +210,25 @@ def screen(picture: Picture, width: int, height: int | None = None) -> list[Line
     staged = bool(picture.dishonest or picture.kinds)
     top = head(picture, found, width)
 
-    def assembled(plan: Plan, tree_room: int, news_room: int) -> list[Line]:
+    whole_tree = _tree(listed, width, len(listed) + 2)
+    told = {across: _fates(fates, staged, width, min(across, max(1, width // _FATE_CELLS))) for across in (1, 2)}
+
+    def assembled(plan: Plan, tree_lines: list[Line], news_room: int) -> list[Line]:
         lines: list[Line] = []
-        for part in (
-            top,
-            reward(picture, width, plan.curve),
-            _tree(listed, width, tree_room),
-            _fates(fates, staged, width, min(plan.across, max(1, width // _FATE_CELLS))),
-            _news(picture, width, news_room),
-        ):
+        news = _news(picture, width, news_room) if news_room else []
+        for part in (top, reward(picture, width, plan.curve), tree_lines, told[plan.across], news):
             lines += [*([[]] if plan.gaps and lines and part else []), *part]
         return lines
 
-    everything = len(listed) + 2
     if height is None:
-        return assembled(UNBOUNDED, everything, UNBOUNDED.news)
+        return assembled(UNBOUNDED, whole_tree, UNBOUNDED.news)
     for plan in PLANS:
-        room = height - len(assembled(plan, everything, 0)) - plan.gaps
+        curve = 0 if not picture.rows else 1 if plan.curve == 1 else plan.curve + 1
+        parts = [len(part) for part in (top, whole_tree, told[plan.across]) if part] + [curve] * bool(curve)
+        room = height - sum(parts) - plan.gaps * len(parts)
         if room >= plan.news:
-            return assembled(plan, everything, room)
+            return assembled(plan, whole_tree, room)
     plan = PLANS[-1]
     news = len(_news(picture, width, plan.news))
-    room = height - len(assembled(plan, 0, 0)) - news
-    return assembled(plan, max(2, room), news)[:height]
+    room = height - len(assembled(plan, [], 0)) - news
+    return assembled(plan, _tree(listed, width, max(2, room)), news)[:height]
