@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 Command = Callable[[argparse.Namespace], int]
 
+_EPILOG = """example: trainer demo --cheats all
+
+see it             demo, then status
+a run of your own  init; then, each in a terminal of its own: serve, learn, and `shardcast publish`
+operate it         status --watch, key, block
+check it           `verifier audit RUN`, which anybody can do from the files"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
@@ -45,18 +52,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainer",
         description="Reinforcement learning from rollouts that were checked.",
-        epilog="example: trainer demo --cheats quantised,reward",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add(commands, "demo", _demo, "the whole system on this machine", "trainer demo --cheats all", None)
+    about = "who does what in a run, and who waits for whom"
+    _add(commands, "status", _status, about, "trainer status runs/first --watch", _status_arguments)
     _add(commands, "init", _init, "make a run directory", "trainer init runs/first --preset tiny", _init_arguments)
     _add(commands, "serve", _serve, "run the coordinator", "trainer serve runs/first/run.toml", _config_argument)
     _add(commands, "learn", _learn, "run the learner", "trainer learn runs/first/run.toml", _config_argument)
     _add(commands, "sft", _sft, "run the supervised stage alone", "trainer sft runs/first/run.toml", _config_argument)
-    _add(commands, "demo", _demo, "the whole system on this machine", "trainer demo --nodes 3 --cheats replay", None)
     _add_keys(commands)
     _add(commands, "block", _block, "stop all traffic with an address", "trainer block 203.0.113.7 runs/first",
          _block_arguments)  # fmt: skip
-    _add(commands, "status", _status, "show where a run stands", "trainer status runs/first", _status_arguments)
     return parser
 
 
