@@ -1,6 +1,6 @@
 """`verifier`: check a run's archive, list its ledger, explain a reason, measure honest noise.
 
-Exit codes: 0 all hold, 1 something does not, 2 could not check (usage, unreadable files), 130 interrupted.
+Exit codes: 0 all hold, 1 something does not, 2 could not check (usage, unreadable files), 130 or 143 stopped.
 Errors go to stderr with cause, fix and who must act. Each subcommand imports what it needs when it runs.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ Command = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    if argv is None:
+        signal.signal(signal.SIGTERM, _leave)
     parser = _parser()
     args = parser.parse_args(argv)
     command: Command | None = getattr(args, "run_command", None)
@@ -34,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(f"verifier {args.command}", exc, as_json=args.json, code=2)
     except KeyboardInterrupt:
         return 130
+
+
+def _leave(number: int, _: object) -> None:
+    """Leave as Ctrl-C does: an audit's temporary copies of the weights go with it."""
+    raise SystemExit(128 + number)
 
 
 def _print(text: str) -> None:
