@@ -160,7 +160,6 @@ class Coordinator:
             self.members,
             self.news,
             lambda: (self.control.http_fallbacks, self.host.restarts),
-            parent=self.members.parent_of,
         )
         self.control.updates = pack_updates(self.book.state.chain.updates) if self.book.state.chain else b""
         self.blocking = Blocking(self.run_dir, self._block, self.news)

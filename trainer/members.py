@@ -178,13 +178,6 @@ class Members:
         """Its passes for those, in the same order."""
         return self.parents.passes(node, self.parents.places(node))
 
-    def parent_of(self, key: bytes) -> str:
-        """Hex key of the relay a member pulls from first, or `origin`; empty while it waits for one."""
-        places = self.parents.places(self.book.state.nodes[key])
-        if not places:
-            return ""
-        return "origin" if places[0].key == self.book.run.manifest.origin else places[0].key.hex()
-
     def _seen(self, relay: bytes) -> Seen:
         """What the plan needs to know of one relay."""
         proofs = [(url, proof) for (key, url), proof in self.proofs.items() if key == relay]
