@@ -48,6 +48,10 @@ Handler = Callable[[bytes, ControlFrame], Awaitable[ControlFrame]]
 RESTART_MAX_S = 2.0
 """Longest pause before a restart. With the interpreter's own start it must stay well under 10 s."""
 
+START_S = 150.0
+"""Importing libp2p on a slow machine that starts many processes at once takes over a minute. Less ends a coordinator
+that would have been up."""
+
 STOP_S = 3.0
 MAX_LOG_BYTES = 8 * MIB
 
@@ -108,7 +112,7 @@ class HostProcess:
         """Process id of the host process now running, 0 while it restarts."""
         return self._process.pid if self._process is not None and self._process.returncode is None else 0
 
-    async def start(self, deadline_s: float = 60) -> None:
+    async def start(self, deadline_s: float = START_S) -> None:
         """Start the process and wait until it listens.
 
         Raises:
@@ -178,6 +182,8 @@ class HostProcess:
     async def close(self) -> None:
         """End the process. Requests in flight fail; peers are told."""
         self._closing = True
+        if not self._ready.is_set() and self._process is not None and self._process.returncode is None:
+            self._process.kill()  # still importing: it has spoken to nobody, and would hear of our end seconds later
         self._ready.clear()
         if self._writer is not None:
             self._writer.close()
