@@ -287,11 +287,12 @@ def main(argv: list[str] | None = None) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--socket", required=True, metavar="PATH", help="where to listen; the file gets mode 0600")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of the model (default 1)")
+    parser.add_argument("--parent", type=int, metavar="PID", help="end with this process (default: whoever started it)")
 
 
 def serve(args: argparse.Namespace, backend: Callable[[], Backend]) -> int:
     """Run the engine process with the backend that `backend()` makes. Returns an exit code."""
-    die_with_parent()
+    die_with_parent(args.parent)
     gc.disable()  # half a million objects of the imports stay: looking for garbage among them is a sixth of the start
     import torch
 

@@ -9,6 +9,7 @@ Not covered: more than one engine a node.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
@@ -130,7 +131,7 @@ class EngineLink:
             command = [sys.executable, "-P", "-m", "node.engine"]
             with self._output.open("ab") as output:
                 self._child = subprocess.Popen(
-                    [*command, "--socket", str(path), "--threads", str(self._threads)],
+                    [*command, "--socket", str(path), "--threads", str(self._threads), "--parent", str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

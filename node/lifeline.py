@@ -14,9 +14,14 @@ _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when our parent ends; leave at once if it already has."""
-    parent = os.getppid()
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel for SIGTERM when our parent ends; leave at once if it already has.
+
+    Args:
+        parent: its pid. Without it a parent that ended before this call can't be told from the one that inherited us.
+    """
+    if parent is None:
+        parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
