@@ -105,7 +105,7 @@ def test_a_fate_is_told_in_words_where_there_is_room() -> None:
         (node("x", accepted=9), "9 of 9 accepted, not caught so far"),
         (node("x", state="paused", rejected=3, reason="edit"), "3 rejected (edit); no leases until a second validator"),
         (node("x", state="suspended", rejected=3, accepted=1, reason="odd"), "caught: 3 of 4 rollouts rejected; odd"),
-        (node("x", state="suspended", accepted=0, reason="dropped-results"), "caught: no rollout of it counts"),
+        (node("x", state="suspended", reason="dropped-results"), "caught: the leases it gave up held worse results"),
     ],
 )
 def test_the_fate_follows_what_happens_to_it(node_now: dict[str, Any], words: str) -> None:
@@ -288,6 +288,31 @@ def test_the_curve_runs_from_left_to_right_and_bottom_to_top_and_grows_with_the_
     assert all(len(line) == 60 for line in lines)
     heights = [sum(line[column] != " " for line in lines) for column in range(60)]
     assert heights == sorted(heights) and heights[0] <= 1 and heights[-1] == 5
+
+
+def test_on_a_small_terminal_those_who_are_out_are_named_and_those_at_large_told_about() -> None:
+    shown = picture(cheats=12)
+    shown.status["nodes"][-3] |= {"state": "active", "accepted": 9, "rejected": 0}  # garbage
+    text = text_of(shown, 60, 20)
+    assert "11 of 12 dishonest nodes caught" in text and "garbage  9 of 9 accepted, not caught so far" in text
+    assert all(name in text for name in WHY) and "coordinator" in text and "learner" in text
+    assert "token-not-forced" not in text
+
+
+def test_the_same_news_again_and_again_take_one_line() -> None:
+    shown = picture(cheats=0)
+    same = [{"time": 950.0 + i, "text": "node-0 gave up a lease"} for i in range(6)]
+    shown.status["recent_events"][:] = [*same, {"time": 940.0, "text": "node-0 joined"}]
+    lines = text_of(shown).splitlines()
+    assert lines[-1] == "  43 s  node-0 gave up a lease (6 times)" and lines[-2] == "  28 s  node-0 joined"
+
+
+def test_nobody_is_called_quiet_right_after_the_coordinator_started() -> None:
+    shown = picture(cheats=0, began=NOW - 5)
+    shown.status["nodes"][2]["last_seen_s"] = None
+    assert row(shown, "node-0").health == "loading"
+    shown.status = {**shown.status, "began": NOW - 60}
+    assert row(shown, "node-0").health == "quiet"
 
 
 def test_the_newest_news_is_whole_and_stamped() -> None:

@@ -29,6 +29,9 @@ from trainer.spans import length
 STALE_S = 5.0
 """status.json is written once a second; a coordinator that has not for this long is called quiet."""
 
+COMING_S = 20.0
+"""After its start, a coordinator has not heard from everybody yet, and nobody is called quiet for it."""
+
 QUIET_BEATS = 3
 """A member is called quiet when this many heartbeats are missing; under load one or two come late."""
 
@@ -231,6 +234,8 @@ def _member(picture: Picture, node: Mapping[str, Any]) -> Row:
         health, doing = "off", ("",)
     elif silent(picture):
         health, doing = "unknown", ("the coordinator, who would know, is silent", "unknown")
+    elif heard is None and picture.now - float(picture.status.get("began") or 0.0) < COMING_S:
+        health, doing = "loading", ("joins", "joins")
     elif heard is None:
         health, doing = "quiet", ("not heard from since the coordinator started", "not heard from yet")
     elif float(heard) > QUIET_BEATS * float(picture.status.get("heartbeat_s") or 2.0):
@@ -276,8 +281,10 @@ def _fate(node: Mapping[str, Any]) -> tuple[str, ...]:
     reason = printable(str(node.get("reason") or ""))
     words = printable(in_words(reason))
     if node["state"] == "suspended":
-        counts = f"{rejected} of {judged} rollouts rejected" if rejected else "no rollout of it counts"
-        full = f"caught: {counts}; {words}" + (f" ({reason})" if words != reason else "")
+        coded = f"{words} ({reason})" if words != reason else words
+        if not rejected:  # what it did is not in its rollouts
+            return f"caught: {coded}", f"caught: {reason}", reason, "caught"
+        full = f"caught: {rejected} of {judged} rollouts rejected; {coded}"
         return full, f"caught: {rejected} of {judged}, {reason}", f"caught: {reason}", reason, "caught"
     if node["state"] == "paused":
         return (

@@ -14,8 +14,9 @@ Not covered: terminals (`trainer.terminal`), where the facts come from (`trainer
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
@@ -111,10 +112,11 @@ def _tree(listed: list[Row], width: int, room: int) -> list[Line]:
     layout = columns(kept, width)
     lines = [_heading(layout), *(_row(row, layout) for row in kept)] if kept else []
     if left:
-        accepted = sum(row.accepted or 0 for row in left)
-        alive = sum(row.health == "alive" for row in left)
-        words = (f"and {len(left)} more: {alive} alive, {accepted} rollouts accepted", f"and {len(left)} more")
-        lines.append([("  " + fit(words, width - 2), "dim")])
+        counts = [(sum(row.health == health for row in left), health) for health in ("alive", "loading")]
+        counts.append((sum(row.accepted or 0 for row in left), "rollouts accepted"))
+        told = ", ".join(f"{count} {word}" for count, word in counts if count)
+        who = f"and {len(left)} more" if kept else f"{len(left)} processes"
+        lines.append([("  " + fit((f"{who}: {told}", who) if told else (who,), width - 2), "dim")])
     return lines
 
 
@@ -122,12 +124,20 @@ def _tree(listed: list[Row], width: int, room: int) -> list[Line]:
 
 
 def _fates(listed: Sequence[Row], staged: bool, width: int, across: int) -> list[Line]:
-    """Each dishonest or suspended node and what became of it, `across` of them in a line."""
+    """Each dishonest or suspended node and what became of it, `across` of them in a line.
+
+    Where `across` is 0, those who are out are only named, and those who are not come first.
+    """
     if not listed:
         return []
-    caught = sum(row.standing == "suspended" for row in listed)
-    words = f"{caught} of {len(listed)} dishonest nodes caught" if staged else f"{caught} suspended"
+    caught = [row for row in listed if row.standing == "suspended"]
+    words = f"{len(caught)} of {len(listed)} dishonest nodes caught" if staged else f"{len(caught)} suspended"
     lines: list[Line] = [[("  " + fit((words,), width - 2), "bold")]]
+    if across == 0:
+        at_large = [row for row in listed if row.standing != "suspended"]
+        lines += _fates(at_large, staged, width, 1)[1:]
+        named = wrapped(", ".join(row.name for row in caught), width - 2) if caught else []
+        return lines + [[("✗ " if name is named[0] else "  ", "bad"), (name, "bad")] for name in named]
     room = (width - 2 * (across - 1)) // across
     name = min(max(cell_len(row.name) for row in listed), max(6, room // 2 - 2))
     for start in range(0, len(listed), across):
@@ -147,19 +157,25 @@ def _fates(listed: Sequence[Row], staged: bool, width: int, across: int) -> list
 
 
 def _news(picture: Picture, width: int, room: int) -> list[Line]:
-    """The newest events that fit into `room` lines, each whole, wrapped between words."""
+    """The newest events that fit into `room` lines, each whole and once, wrapped between words."""
     happened = [
         (float(event.get("time") or 0.0), str(event["text"])) for event in picture.status.get("recent_events", [])
     ]
     happened += [(picture.began + seconds, text) for seconds, text in picture.notes]
+    times = Counter(words for _, words in happened)
+    said: set[str] = set()
     out: list[Line] = []
     for moment, words in sorted(happened, key=lambda one: one[0], reverse=True):
+        if words in said:
+            continue
+        said.add(words)
         if picture.began:
             stamp = f"{length(moment - picture.began):>6}  "
         else:
             stamp = time.strftime("%H:%M:%S  ", time.localtime(moment))
         style = "bad" if any(word in words for word in _CAUGHT) else ""
-        lines = wrapped(printable(words), max(8, width - len(stamp)))
+        again = f" ({times[words]} times)" if times[words] > 1 else ""
+        lines = wrapped(printable(words) + again, max(8, width - len(stamp)))
         if len(lines) > room - len(out):
             break
         block: list[Line] = [[(" " * len(stamp), ""), (line, style)] for line in lines]
@@ -196,6 +212,9 @@ PLANS = (
 )
 """Tried from rich to poor; after the last one the tree is shortened."""
 
+_LEAST_TREE = 7
+"""Lines of the tree that are worth more than the reasons of those who are out already."""
+
 UNBOUNDED = Plan(5, 1, 8, True)
 """For output that scrolls."""
 
@@ -211,7 +230,7 @@ def screen(picture: Picture, width: int, height: int | None = None) -> list[Line
     top = head(picture, found, width)
 
     whole_tree = _tree(listed, width, len(listed) + 2)
-    told = {across: _fates(fates, staged, width, min(across, max(1, width // _FATE_CELLS))) for across in (1, 2)}
+    told = {across: _fates(fates, staged, width, min(across, max(1, width // _FATE_CELLS))) for across in (0, 1, 2)}
 
     def assembled(plan: Plan, tree_lines: list[Line], news_room: int) -> list[Line]:
         lines: list[Line] = []
@@ -231,4 +250,7 @@ def screen(picture: Picture, width: int, height: int | None = None) -> list[Line
     plan = PLANS[-1]
     news = len(_news(picture, width, plan.news))
     room = height - len(assembled(plan, [], 0)) - news
+    if room < _LEAST_TREE:
+        plan = replace(plan, across=0)
+        room = height - len(assembled(plan, [], 0)) - news
     return assembled(plan, _tree(listed, width, max(2, room)), news)[:height]
