@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
-from environments.base import Environment
+from environments.base import Environment, Task
 from node.backoff import Backoff
 from node.engine_link import EngineLink
 from node.errors import LeavingError, NodeError, UpgradeRequiredError
@@ -61,6 +62,11 @@ class Work:
     @property
     def rollouts(self) -> int:
         return len(self.lease.tasks) * self.lease.samples
+
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """The lease's tasks, made once for all their samples."""
+        return [self.environment.task(index) for index in self.lease.tasks]
 
     @property
     def remaining_s(self) -> float:
@@ -274,8 +280,8 @@ class InferenceNode(Worker[Work]):
         lease, sampling = work.lease, work.run.manifest.sampling
         tokenizer = self._tokenizer_of(policy)
         items = []
-        for task in lease.tasks:
-            ids = tokenizer.encode(work.environment.task(task).prompt, add_special_tokens=False).ids
+        for task, asked in zip(lease.tasks, work.tasks, strict=True):
+            ids = tokenizer.encode(asked.prompt, add_special_tokens=False).ids
             prompt = b"".join(i.to_bytes(4, "little") for i in ids)
             for sample in range(lease.samples):
                 seed = sampling_seed(work.run.id, lease.nonce, task, sample)
@@ -303,11 +309,11 @@ class InferenceNode(Worker[Work]):
         lease = work.lease
         rollouts = []
         for position, output in enumerate(outputs):
-            task, sample = lease.tasks[position // lease.samples], position % lease.samples
-            reward = work.environment.score(work.environment.task(task), output.text, output.finish == FINISH_EOS)
+            number, sample = divmod(position, lease.samples)
+            reward = work.environment.score(work.tasks[number], output.text, output.finish == FINISH_EOS)
             rollouts.append(
                 Rollout(
-                    task=task,
+                    task=lease.tasks[number],
                     sample=sample,
                     tokens=output.tokens,
                     logprobs=output.logprobs,

@@ -39,6 +39,9 @@ INTENT_KIND = "intent"
 COMPRESSION_LEVEL = 3
 """zstd level of submissions: proofs and log-probabilities are close to random, higher levels gain nothing."""
 
+_compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL)
+"""Made once: its tables cost more than a small submission. Used by the event loop's thread only."""
+
 _FINAL = frozenset(
     {
         ReasonCode.LEASE_CLOSED,
@@ -69,7 +72,7 @@ class UploadRefusedError(ProtocolError):
 
 def compress(submission: Submission) -> bytes:
     """The upload's bytes: one zstd frame that declares its content size."""
-    return zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(codec.encode(submission))
+    return _compressor.compress(codec.encode(submission))
 
 
 class Outbox:

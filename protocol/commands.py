@@ -38,6 +38,8 @@ _WORDS = {
 
 def printable(text: str) -> str:
     """Text that somebody else chose, safe on a terminal: no escape sequence, line break or change of direction."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import stat
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -95,8 +96,9 @@ class Identity:
         """A deterministic identity for tests and simulations; `seed` is 32 bytes."""
         return Identity(Ed25519PrivateKey.from_private_bytes(seed))
 
-    @property
+    @cached_property
     def public(self) -> bytes:
+        """The 32-byte public key."""
         return self.private.public_key().public_bytes_raw()
 
     @property
