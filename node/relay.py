@@ -29,14 +29,14 @@ class RelayNode:
         self._member = member
         self._log = log
         self._server = RelayServer(
-            member.run,
+            lambda: member.run,
             member.sources,
             listen,
             store,
             member.identity,
             sequences=sequences,
             clock_ms=member.clock.now_ms,
-            passes=lambda: {member.run.manifest.coordinator},
+            passes=True,
             report=member.report,
         )
 

@@ -224,7 +224,8 @@ class Chain:
                 raise ManifestError(f"update {number} leaves the run with a revoked {role} key; name a new one in it")
         if manifest.root in gone:
             raise ManifestError("the root key can't be revoked: a run whose root is lost is over; open a new one")
-        run = Run(self.genesis.id, manifest, self.genesis.envelope)
+        earlier = tuple(key for key in self.current.origins if key != manifest.origin)
+        run = Run(self.genesis.id, manifest, self.genesis.envelope, earlier)
         link = Link(blake3(envelope.payload).digest(), update, run, envelope.raw)
         return Chain(self.genesis, (*self.links, link), (*self.delegations, *delegated), revocations, envelope.sequence)
 

@@ -159,6 +159,13 @@ class Run:
     id: bytes
     manifest: RunManifest
     envelope: Envelope
+    earlier_origins: tuple[bytes, ...] = ()
+    """Keys the origin had before, the newest first: what they signed while in use stays published."""
+
+    @property
+    def origins(self) -> tuple[bytes, ...]:
+        """Every key the origin has had, the present one first."""
+        return (self.manifest.origin, *self.earlier_origins)
 
 
 def run_id_of(manifest: RunManifest) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from protocol.envelope import open_envelope
-from protocol.errors import ProtocolError, ReasonCode
+from protocol.errors import EnvelopeError, ProtocolError, ReasonCode
 from protocol.limits import MAX_ENVELOPE_BYTES, MAX_LAYOUT_BYTES, MAX_MODEL_FILE_BYTES, SHARD_BYTES
 from protocol.manifest import Run
 from shardcast.download import hash_region, preallocate, write_region
@@ -187,7 +187,9 @@ class Archive:
     def _newest_head(self) -> None:
         try:
             raw = read_bounded(self.root / "HEAD.hw", MAX_ENVELOPE_BYTES)
-            envelope = open_envelope(raw, run=self.run.id, kind=HEAD_KIND, signer=self.run.manifest.origin)
+            envelope = open_envelope(raw, run=self.run.id, kind=HEAD_KIND)
+            if envelope.signer not in self.run.origins:
+                raise EnvelopeError("signed by another key than the run's origin's")
             head = envelope.record(Head)
             published = self.publications.get((head.epoch, head.step))
             if published is not None and published.root != head.root:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.commands import fail
-from protocol.errors import HeadwaterError, ProtocolError, ReasonCode, UsageError
+from protocol.errors import EnvelopeError, HeadwaterError, ProtocolError, ReasonCode, UsageError
 
 EXAMPLES = """examples:
   shardcast publish RUN                                publish RUN/checkpoints as they appear
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     publish = add("publish", _publish, "publish a run directory's checkpoints and serve them")
     publish.add_argument("run", type=Path, metavar="RUN", help="run directory, from `trainer init`")
     publish.add_argument("--listen", help="HOST:PORT; default: [origin] listen of run.toml, else 127.0.0.1:0")
-    publish.add_argument("--key", type=Path, help="origin key file; default RUN/keys/origin.pem")
+    publish.add_argument("--key", type=Path, help="origin key file; default: the one in RUN/keys that the run names")
     publish.add_argument(
         "--open",
         action="store_true",
@@ -153,9 +153,10 @@ def _serving(run_dir: Path) -> tuple[str, bool]:
 
 async def _publish(args: argparse.Namespace) -> int:
     from protocol.identity import load_identity
-    from shardcast.origin import Origin
+    from protocol.run_files import key_file
+    from shardcast.origin import Origin, load_run
 
-    key = args.key or args.run / "keys" / "origin.pem"
+    key = args.key or key_file(args.run, "origin", load_run(args.run).manifest.origin)
     listen, everybody = _serving(args.run)
     origin = Origin(
         args.run,
@@ -271,7 +272,9 @@ async def _status(args: argparse.Namespace) -> int:
     if raw is None:
         _say(args, f"nothing is published yet{health}", published=0, **stats)
         return 0
-    envelope = open_envelope(raw, run=run.id, kind=HEAD_KIND, signer=run.manifest.origin)
+    envelope = open_envelope(raw, run=run.id, kind=HEAD_KIND)
+    if envelope.signer not in run.origins:
+        raise EnvelopeError("the newest head is not signed by the run's origin; whoever serves it must explain")
     head = envelope.record(Head)
     text = f"newest: epoch {head.epoch} step {head.step} root {head.root.hex()[:16]}"
     stats = {name: value for name, value in stats.items() if name not in ("epoch", "step")}

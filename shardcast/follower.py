@@ -60,7 +60,7 @@ class Follower:
 
     def __init__(
         self,
-        run: Run,
+        run: Run | Callable[[], Run],
         *,
         sources: Callable[[], Sequence[str | Parent]],
         seen: SeenHeads,
@@ -74,6 +74,7 @@ class Follower:
     ) -> None:
         """
         Args:
+            run: with the newest manifest known; a callable when that may change.
             sources: the places to ask now, best first; read again every second.
             make_sink: prepares a place for a publication; says whether shards may already be there.
             on_whole: makes a whole, verified publication visible.
@@ -81,7 +82,7 @@ class Follower:
             presenter: shows our passes to sources that have one.
             report: told of a relay that sent wrong bytes, with proof where there is any; must not block.
         """
-        self.run = run
+        self._run = run
         self._addresses = sources
         self._seen = seen
         self._clock_ms = clock_ms
@@ -110,6 +111,10 @@ class Follower:
         self.bytes_received = 0
         self.problems: dict[str, SourceError] = {}
         """The last failure of each source."""
+
+    @property
+    def run(self) -> Run:
+        return self._run() if callable(self._run) else self._run
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -181,7 +186,7 @@ class Follower:
         if self._session is None:
             self._session = new_session()
         # The origin's own records say what its shards are: it stamps nothing.
-        stamped_by = b"" if parent.key == self.run.manifest.origin else parent.key
+        stamped_by = b"" if parent.key in self.run.origins else parent.key
         source = Source(self._session, parent, self.run.id, stamped_by=stamped_by, presenter=self._presenter)
         self._known[parent.url] = (source, SourceHealth(parent.url))
         if parent.url in self._watchers:
@@ -398,8 +403,7 @@ class Follower:
             if kind == MANIFEST_KIND and publication.manifest is not None:
                 self._seen.check_root(publication.key, publication.manifest.root, raw)
             elif kind == HEAD_KIND and follow:
-                envelope = parse(raw)
-                self._seen.accept(envelope.record(Head), envelope, self._clock_ms())
+                self._accept(raw)
                 track.announced = True
         except ForkError as exc:
             self._seen.record_fork(pack_frames((*publication.frames(), *exc.evidence)))
@@ -412,20 +416,32 @@ class Follower:
             track.download.offer(source, health, None)
         track.settle()
 
+    def _accept(self, raw: bytes) -> None:
+        """A head whose signature held: is it to be followed?
+
+        Raises:
+            HeadError, ForkError: stale, a rollback, contradicted, or by a key that the origin no longer has.
+        """
+        envelope = parse(raw)
+        if envelope.signer != self.run.manifest.origin:
+            raise HeadError("the head is signed by a key the origin had before; it must sign with its present one")
+        self._seen.accept(envelope.record(Head), envelope, self._clock_ms())
+
     async def _refresh_head(self, source: Source) -> None:
-        """Nothing new for a while: take the newest head's newer signature, so that children find it fresh."""
+        """Nothing new for a while: take the newest head's newer signature, so that children find it fresh, and signed
+        by the origin's present key."""
         newest = self.newest
         if newest is None or newest.head_envelope is None:
             return
-        if self._clock_ms() - newest.head_envelope.issued_at < HEAD_LIFETIME_MS // 3:
+        old_key = newest.head_envelope.signer != self.run.manifest.origin
+        if not old_key and self._clock_ms() - newest.head_envelope.issued_at < HEAD_LIFETIME_MS // 3:
             return
         raw = await source.head()
         if raw is None:
             return
         try:
             newest.take(raw)
-            envelope = parse(raw)
-            self._seen.accept(envelope.record(Head), envelope, self._clock_ms())
+            self._accept(raw)
         except (DecodeError, EnvelopeError, PublicationError, HeadError) as exc:
             if isinstance(exc, ForkError):
                 raise

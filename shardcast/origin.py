@@ -26,7 +26,8 @@ from protocol.envelope import Envelope, parse, seal
 from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.limits import MAX_MODEL_FILE_BYTES, SHARD_BYTES
-from protocol.manifest import Run, open_manifest
+from protocol.manifest import Run
+from protocol.run_files import load_chain
 from protocol.sequences import Sequences
 from shardcast.errors import LayoutError, PublishError, StoreError
 from shardcast.heads import publication_name
@@ -110,12 +111,10 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def load_run(run_dir: Path) -> Run:
-    """The run of a run directory. Raises UsageError or ManifestError."""
-    path = run_dir / "manifest.hw"
-    try:
-        return open_manifest(read_bounded(path, 1 << 20))
-    except FileNotFoundError as exc:
-        raise UsageError(f"{path} does not exist; make the run with: trainer init {run_dir}") from exc
+    """The run of a run directory with its newest manifest. Raises UsageError."""
+    if not (run_dir / "manifest.hw").exists():
+        raise UsageError(f"{run_dir / 'manifest.hw'} does not exist; make the run with: trainer init {run_dir}")
+    return load_chain(run_dir).current
 
 
 class Origin:
@@ -141,7 +140,10 @@ class Origin:
         self.run_dir = run_dir
         self.run = load_run(run_dir)
         if identity.public != self.run.manifest.origin:
-            raise UsageError("the origin key is not the one in the run's manifest; use RUN/keys/origin.pem of this run")
+            raise UsageError(
+                "the origin key is not the one that the run's newest manifest names; leave --key out, and the right "
+                "file in RUN/keys is found"
+            )
         self._identity = identity
         self._clock_ms = clock_ms
         self.store = Store(run_dir / "published", self.run, durable=True)
@@ -186,6 +188,7 @@ class Origin:
     async def start(self) -> None:
         """Store the model files and start serving. Raises UsageError."""
         self._add_model_files()
+        self._refresh_head()
         await self.server.start()
 
     async def close(self) -> None:
@@ -357,12 +360,13 @@ class Origin:
         return self._seal(HEAD_KIND, head, HEAD_LIFETIME_MS)
 
     def _refresh_head(self) -> None:
-        """Sign the newest head again once a third of its life is over."""
+        """Sign the newest head again once a third of its life is over, or with a key that came after it."""
         if self.store.head is None or time.monotonic() < self._head_due:
             return
         self._head_due = time.monotonic() + _HEAD_CHECK_S
         envelope = parse(self.store.head)
-        if self._clock_ms() - envelope.issued_at >= HEAD_LIFETIME_MS // 3:
+        old_key = envelope.signer != self._identity.public
+        if old_key or self._clock_ms() - envelope.issued_at >= HEAD_LIFETIME_MS // 3:
             self.store.set_head(self._seal(HEAD_KIND, envelope.record(Head), HEAD_LIFETIME_MS).raw)
 
     def _add_model_files(self) -> None:

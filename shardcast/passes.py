@@ -130,15 +130,14 @@ class PassCheck:
     """A parent's side: which child a request comes from.
 
     Args:
+        run: with the newest manifest known; a callable when that may change.
         own: this server's public key.
-        coordinators: keys whose passes count now.
     """
 
-    def __init__(self, run: Run, own: bytes, clock_ms: ClockMs, coordinators: Callable[[], set[bytes]] | None = None):
+    def __init__(self, run: Run | Callable[[], Run], own: bytes, clock_ms: ClockMs) -> None:
         self._run = run
         self._own = own
         self._clock_ms = clock_ms
-        self._coordinators = coordinators or (lambda: {run.manifest.coordinator})
         self._checked: OrderedDict[str, tuple[bytes, str, int]] = OrderedDict()
 
     def child(self, header: str, address: str) -> bytes:
@@ -169,9 +168,9 @@ class PassCheck:
             raise EnvelopeError("only nodes that the run's plan sends here are served, and none was shown")
         first, _, second = header.partition(".")
         raw, shown_raw = _bytes(first), _bytes(second)
-        now = self._clock_ms()
+        now, run = self._clock_ms(), self._run() if callable(self._run) else self._run
         admission, shown = parse(raw), parse(shown_raw)
-        if admission.signer not in self._coordinators():
+        if admission.signer != run.manifest.coordinator:
             raise EnvelopeError("the pass is not the run's coordinator's")
         if admission.record(WeightsPass).parent != self._own:
             raise EnvelopeError("the pass names another parent")
@@ -179,8 +178,8 @@ class PassCheck:
             raise EnvelopeError("the pass belongs to another key")
         if shown.audience != self._own or shown.record(PassShown).admission != admission.digest:
             raise EnvelopeError("the pass was shown to somebody else")
-        open_envelope(shown_raw, run=self._run.id, kind=SHOWN_KIND, now=now)
-        open_envelope(raw, run=self._run.id, kind=PASS_KIND, now=now)
+        open_envelope(shown_raw, run=run.id, kind=SHOWN_KIND, now=now)
+        open_envelope(raw, run=run.id, kind=PASS_KIND, now=now)
         return admission.audience, min(admission.expires_at, shown.expires_at)
 
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from protocol import codec
 from protocol.envelope import Envelope, open_envelope, parse
-from protocol.errors import DecodeError, ReasonCode
+from protocol.errors import DecodeError, EnvelopeError, ReasonCode
 from protocol.limits import HASH_BYTES, MAX_ENVELOPE_BYTES, SHARD_BYTES
 from protocol.manifest import Run
 from shardcast.errors import ForkError, PublicationError
@@ -72,7 +72,8 @@ def records_digest(payloads: Iterable[bytes]) -> bytes:
 
 
 class Publication:
-    """What is known of one publication of `run`. Everything it holds is signed by the run's origin."""
+    """What is known of one publication of `run`. Everything it holds is signed by a key the run's origin has or had;
+    which heads may be followed is the follower's business."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -115,7 +116,9 @@ class Publication:
         """
         if raw in self._known:
             return parse(raw).kind
-        envelope = open_envelope(raw, run=self._run.id, signer=self._run.manifest.origin)
+        envelope = open_envelope(raw, run=self._run.id)
+        if envelope.signer not in self._run.origins:
+            raise EnvelopeError("signed by another key than the run's origin's")
         if envelope.kind == OPEN_KIND:
             self._take_open(envelope)
         elif envelope.kind == SHARD_KIND:

@@ -116,7 +116,7 @@ class Puller:
 
     def __init__(
         self,
-        run: Run,
+        run: Run | Callable[[], Run],
         sources: Callable[[], Sequence[str | Parent]],
         store: Path,
         keep: int = 4,
@@ -129,6 +129,7 @@ class Puller:
         """Open a store; `start` (or `run_forever`) then verifies what is in it.
 
         Args:
+            run: with the newest manifest known; a callable when that may change.
             sources: relays or the origin, or their URLs, best first; read again every second.
             presenter: shows our passes.
             report: told of a relay that sent wrong bytes; must not block.
@@ -138,7 +139,7 @@ class Puller:
         Raises:
             ForkError, StoreError: what an earlier process left here forbids going on.
         """
-        self.run = run
+        self._run = run
         self.keep = keep
         self.store = store
         self.current: Policy | None = None
@@ -168,6 +169,10 @@ class Puller:
             presenter=presenter,
             report=report,
         )
+
+    @property
+    def run(self) -> Run:
+        return self._run() if callable(self._run) else self._run
 
     @property
     def bytes_received(self) -> int:

@@ -90,7 +90,7 @@ class RelayServer:
 
     def __init__(
         self,
-        run: Run,
+        run: Run | Callable[[], Run],
         sources: Sequence[str | Parent] | Callable[[], Sequence[str | Parent]],
         listen: str,
         store: Path,
@@ -99,15 +99,15 @@ class RelayServer:
         sequences: Sequences | None = None,
         keep: int = 8,
         clock_ms: Clock = wall_clock_ms,
-        passes: Callable[[], set[bytes]] | None = None,
+        passes: bool = False,
         report: Callable[[RelayReport], None] | None = None,
     ) -> None:
         """Open the store.
 
         Args:
+            run: with the newest manifest known; a callable when that may change.
             sources: parents or their URLs, best first; a callable is read again every second.
-            passes: serve only children that show a pass signed by one of these keys (the run's coordinator, now);
-                None serves everybody.
+            passes: serve only children that show a pass of the run's coordinator.
             report: told of a parent that sent wrong bytes; must not block.
             keep: finished publications kept; older ones are removed.
             sequences: those of `identity`, when its owner signs other things too.
@@ -118,7 +118,7 @@ class RelayServer:
         """
         if keep < 1:
             raise UsageError("a relay keeps at least one publication")
-        self.run = run
+        self._run = run
         self.keep = keep
         self._given = sources
         self._seen = SeenHeads(store)
@@ -130,7 +130,7 @@ class RelayServer:
             sequences=sequences,
             listen=listen,
             clock_ms=clock_ms,
-            passes=PassCheck(run, identity.public, clock_ms, passes) if passes is not None else None,
+            passes=PassCheck(run, identity.public, clock_ms) if passes else None,
             stamped=True,
         )
         self._follower = Follower(
@@ -141,10 +141,14 @@ class RelayServer:
             make_sink=self._make_sink,
             on_whole=self._on_whole,
             on_head=self.store.set_head,
-            presenter=Presenter(run.id, identity, sequences, clock_ms),
+            presenter=Presenter(self.run.id, identity, sequences, clock_ms),
             report=report,
         )
         self._has_blobs = False
+
+    @property
+    def run(self) -> Run:
+        return self._run() if callable(self._run) else self._run
 
     @property
     def url(self) -> str:

@@ -20,6 +20,7 @@ import os
 import shutil
 import socket
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -121,17 +122,18 @@ class Feed:
 class Store:
     """One process's publications. Single writer; served from the same process."""
 
-    def __init__(self, root: Path, run: Run, *, durable: bool) -> None:
+    def __init__(self, root: Path, run: Run | Callable[[], Run], *, durable: bool) -> None:
         """Open a store, taking its lock.
 
         Args:
+            run: with the newest manifest known; a callable when that may change.
             durable: flush everything to the disk before it counts (origin, archive). A relay need not.
 
         Raises:
             UsageError: another process holds it.
         """
         self.root = root
-        self.run = run
+        self._run = run
         self.durable = durable
         (root / "blobs").mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
@@ -142,6 +144,10 @@ class Store:
         self._feeds: OrderedDict[Key, Feed] = OrderedDict()
         self._changed = asyncio.Event()
         self.head: bytes | None = self._newest_head()
+
+    @property
+    def run(self) -> Run:
+        return self._run() if callable(self._run) else self._run
 
     def _take_lock(self) -> BinaryIO:
         lock = (self.root / ".lock").open("a+b")

@@ -55,6 +55,7 @@ class MadeRun:
     origin: Identity
     shapes: dict[str, tuple[int, ...]]
     coordinator: Identity = field(default_factory=Identity.generate)
+    root: Identity = field(default_factory=Identity.generate)
 
 
 def make_run(directory: Path, shapes: dict[str, tuple[int, ...]] | int) -> MadeRun:
@@ -94,7 +95,7 @@ def make_run(directory: Path, shapes: dict[str, tuple[int, ...]] | int) -> MadeR
         root, "manifest", manifest, run=run_id_of(manifest), sequence=1, issued_at=manifest.created, lifetime_ms=10**12
     )
     (directory / "manifest.hw").write_bytes(envelope.raw)
-    return MadeRun(directory, open_manifest(envelope.raw), origin, shapes, coordinator)
+    return MadeRun(directory, open_manifest(envelope.raw), origin, shapes, coordinator, root)
 
 
 def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
@@ -141,16 +142,17 @@ async def publishing(made: MadeRun, *, open_to_all: bool = True) -> AsyncIterato
 @asynccontextmanager
 async def relaying(
     made: MadeRun,
-    sources: Sequence[str | Parent],
+    sources: Sequence[str | Parent] | Callable[[], list[str]],
     store: Path,
     keep: int = 8,
     *,
+    run: Callable[[], Run] | None = None,
     identity: Identity | None = None,
     kind: type[RelayServer] = RelayServer,
     **more: Any,
 ) -> AsyncIterator[RelayServer]:
     """A real relay that follows in the background."""
-    relay = kind(made.run, sources, "127.0.0.1:0", store, identity or Identity.generate(), keep=keep, **more)
+    relay = kind(run or made.run, sources, "127.0.0.1:0", store, identity or Identity.generate(), keep=keep, **more)
     await relay.start()
     task = asyncio.create_task(relay.run_forever())
     try:
@@ -163,10 +165,16 @@ async def relaying(
 
 @asynccontextmanager
 async def pulling(
-    made: MadeRun, sources: Sequence[str | Parent], store: Path, keep: int = 4, **more: Any
+    made: MadeRun,
+    sources: Sequence[str | Parent],
+    store: Path,
+    keep: int = 4,
+    *,
+    run: Callable[[], Run] | None = None,
+    **more: Any,
 ) -> AsyncIterator[Puller]:
     """A real puller that follows in the background."""
-    puller = Puller(made.run, lambda: sources, store, keep=keep, **more)
+    puller = Puller(run or made.run, lambda: sources, store, keep=keep, **more)
     task = asyncio.create_task(puller.run_forever())
     try:
         yield puller

@@ -154,14 +154,13 @@ def test_a_member_believes_only_passes_that_are_its_own(small: MadeRun, keys: Ke
 async def test_weights_flow_along_passes_and_a_chain_keeps_the_origin_for_the_first(
     small: MadeRun, keys: Keys, tmp_path: Path
 ) -> None:
-    coordinators = lambda: {small.coordinator.public}  # noqa: E731
     async with publishing(small, open_to_all=False) as origin:
         url = origin.server.url
         first = Identity.generate()
         at_origin = [keys.parent(first, small.origin.public, url)]
-        async with relaying(small, at_origin, tmp_path / "1", identity=first, passes=coordinators) as one:
+        async with relaying(small, at_origin, tmp_path / "1", identity=first, passes=True) as one:
             at_one = [keys.parent(OTHER, first.public, one.url), keys.parent(OTHER, RELAY.public, url)]
-            async with relaying(small, at_one, tmp_path / "2", identity=OTHER, passes=coordinators) as two:
+            async with relaying(small, at_one, tmp_path / "2", identity=OTHER, passes=True) as two:
                 at_two = [keys.parent(CHILD, OTHER.public, two.url), keys.parent(CHILD, first.public, one.url)]
                 async with pulling(small, at_two, tmp_path / "c", presenter=keys.presenter(CHILD)) as puller:
                     for step in range(3):

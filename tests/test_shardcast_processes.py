@@ -118,7 +118,7 @@ def test_an_origin_with_a_coordinator_beside_it_serves_only_whom_that_sends_unle
 @pytest.mark.parametrize(
     ("args", "code", "word"),
     [
-        (["publish", "nowhere"], 2, "origin.pem"),
+        (["publish", "nowhere"], 2, "trainer init"),
         (["pull", "--manifest", "none.hw", "--source", "http://x", "--store", "s"], 2, "manifest.hw"),
         (["status", "http://127.0.0.1:9"], 2, "--manifest"),
         (["relay", "--manifest", "none.hw", "--source", "http://x", "--store", "s"], 2, "manifest.hw"),
