@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import stat
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from protocol import preflight
 
 _DISK_MIB = 1024
 """Two policies of a small model and what waits to be sent."""
@@ -87,21 +88,17 @@ def _keys(home: Path) -> Finding:
 
 
 def _disk(home: Path) -> Finding:
-    place = home
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free >> 20
-    return Finding("disk", free >= _DISK_MIB, f"{free} MiB free", f"free {_DISK_MIB} MiB or give another --home")
+    room = preflight.disk(home)
+    seen = f"{room.bound} {room.mib} MiB free"
+    return Finding("disk", room.mib >= _DISK_MIB, seen, f"free {_DISK_MIB} MiB or give another --home")
 
 
 def _memory(home: Path) -> Finding:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) >> 10
-            return Finding("memory", free >= _MEMORY_MIB, f"{free} MiB available", "close other programs")
-    return Finding(
-        "memory", False, "unknown", "this machine's /proc/meminfo has no MemAvailable; use Linux 3.14 or newer"
-    )
+    room = preflight.memory()
+    if room is None:
+        return Finding("memory", True, "unknown: this system does not tell; a node of a small run needs about 1 GiB")
+    seen = f"{room.bound} {max(0, room.mib)} MiB free"
+    return Finding("memory", room.mib >= _MEMORY_MIB, seen, "close other programs, or raise the memory limit")
 
 
 def _sockets(home: Path) -> Finding:

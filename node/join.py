@@ -244,7 +244,7 @@ class _Place:
     def puller(self) -> Puller:
         member, clock_ms = self.member, self.member.clock.now_ms
         return Puller(
-            member.run,
+            lambda: member.run,
             member.sources,
             self.part.weights,
             keep=KEEP_POLICIES[self.options.role],

@@ -181,12 +181,11 @@ class Member:
         """Note whom to pull from. Passes are opened once, not at every heartbeat that repeats them."""
         if (list(urls), passes) == (self.weights, self._passes):
             return
+        self.weights, self._passes = list(urls), passes
         try:
-            parents = open_passes(self.run, self.identity.public, passes) if passes else parents_of(urls)
-        except ProtocolError as exc:
+            self._parents = open_passes(self.run, self.identity.public, passes) if passes else parents_of(urls)
+        except ProtocolError as exc:  # those we had may still hold
             self.log.event("weights.invalid", level="warning", code=exc.code.value, reason=str(exc))
-            return
-        self.weights, self._passes, self._parents = list(urls), passes, parents
 
     def report(self, report: RelayReport) -> None:
         """Tell the coordinator of a relay that sent wrong bytes, beside everything else; returns at once."""
