@@ -50,6 +50,7 @@ _FINAL = frozenset(
         ReasonCode.CONFLICTING_SUBMISSION,
         ReasonCode.OVERSIZE,
         ReasonCode.SUSPENDED,
+        ReasonCode.KEY_REVOKED,
     }
 )
 """Refusals that sending again can't change."""

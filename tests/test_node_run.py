@@ -175,13 +175,32 @@ def test_members_leave_and_come_back_and_nothing_is_lost(river, tmp_path):
     river.wait("no submission to wait", lambda: river.status()["rollouts"]["pending"] == 0)
     assert river.node("node-1")["rejected"] == 0
 
-    # every promise it holds was kept
+    # the run's root changes both of the coordinator's keys: nobody needs to do anything
+    for which in ("coordinator", "transport"):
+        subprocess.run([str(BIN / "trainer"), "key", "rotate", which, str(river.dir)], check=True, timeout=60)
+    river.wait("the new keys to be followed", lambda: len(node.events("manifest.updated")) >= 1)
+    river.advance()
+    receipts = len(node.events("upload.receipt"))
+    river.wait("a receipt by the new key", lambda: len(node.events("upload.receipt")) > receipts)
+    assert river.node("node-1")["rejected"] == 0
+
+    # every promise it holds was kept, those of the old key too
     assert node.stop() == 0
     river.processes[-1].terminate()
     assert river.processes[-1].wait(15) == 143
     command = [str(BIN / "node"), "receipts", "--home", str(node.home), "--ledger", str(river.dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "hold against" in done.stdout, done.stdout + done.stderr
+
+    # its key is taken back while it is away: it hears so at its next start, and it is told what to do
+    peer = json.loads((node.home / "runs" / river.run.id.hex() / "status.json").read_text())["peer_id"]
+    revoke = [str(BIN / "trainer"), "key", "revoke", peer, str(river.dir), "--reason", "it was lost on a train"]
+    subprocess.run(revoke, check=True, timeout=60)
+    river.serve()
+    node = river.join("node-1", "inference")
+    river.wait("the node to end", lambda: node.process.poll() is not None)
+    assert node.process.returncode == 2
+    assert "lost on a train" in node.errors.read_text() and "another --home" in node.errors.read_text()
     assert "Traceback" not in node.errors.read_text() + first.errors.read_text()
 
 
