@@ -255,7 +255,9 @@ class WeightsServer:
                 return self._challenge(request)
             case ["stats"]:
                 return web.json_response(self.counters.table())
-        self._admit(request)
+        who = self._admit(request)
+        if parts[-2:-1] == ["shard"] or _wait_s(request):
+            self.counters.child(who)  # not those who only look whether their first parent withholds something
         match parts:
             case ["news"]:
                 return await self._news(request)
@@ -274,15 +276,14 @@ class WeightsServer:
                 return self._blob(name)
         raise _RefusedError(404, ReasonCode.MALFORMED, "no such resource")
 
-    def _admit(self, request: web.BaseRequest) -> None:
-        """Count a child in, or refuse it."""
+    def _admit(self, request: web.BaseRequest) -> str | bytes:
+        """Who asks: a child's key, or an address where passes aren't asked for."""
         address = request.remote or ""
         if self._passes is None:
-            self.counters.child(address)
-            return
+            return address
         try:
             header = request.headers.get(PASS_HEADER, "")
-            self.counters.child(self._passes.child(header[:MAX_SHOWN_CHARS], address))
+            return self._passes.child(header[:MAX_SHOWN_CHARS], address)
         except EnvelopeError as exc:
             self.counters.refused += 1
             raise _RefusedError(403, exc.code, str(exc)) from exc

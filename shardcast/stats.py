@@ -2,7 +2,8 @@
 
     bytes_sent   body bytes of shards sent            bytes_full  what full checkpoints would have cost instead
     shards_sent  shards sent                          stamps      shards signed for (a relay)
-    children     who asked within the last minute     refused     requests without a pass that holds
+    children     who pulled or waited in the last     refused     requests without a pass that holds
+                 minute
     epoch, step  newest policy held                   lag         steps behind the newest one heard of (a relay)
 
 Byte counts go on after a restart; the rest starts again. The file is written at most once a second, when it changed.
@@ -52,7 +53,7 @@ class Counters:
         self.shards_sent += 1
 
     def child(self, who: str | bytes) -> None:
-        """Somebody who was let in asked for something: a key, or an address where nobody shows one."""
+        """Somebody who was let in pulls or waits here: a key, or an address where nobody shows one."""
         self._seen[who] = time.monotonic()
         self._seen.move_to_end(who)
         if len(self._seen) > _MAX_CHILDREN:
