@@ -1,4 +1,4 @@
-"""Batched decoding with a key-value cache over any Transformers causal language model, with forced tokens.
+"""Batched decoding with a key-value cache over a Transformers causal language model, with forced tokens.
 
 One call takes rollouts of one policy and returns, for each, its sampled tokens, their log-probabilities and the
 final-norm state that produced each of them (what TOPLOC commits to), all from the same forward passes.
@@ -11,12 +11,12 @@ final-norm state that produced each of them (what TOPLOC commits to), all from t
 
 Not covered: paged caches, speculative decoding, routed experts, weight updates in flight.
 
-Shape suffixes: B rows alive, L columns so far, H hidden, V vocabulary, N sampled tokens, S steps of noise ahead.
+Shape suffixes: B rows alive, L prompt columns, C columns so far, H hidden, V vocabulary, N sampled tokens, S steps of
+noise ahead.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache
 
 from protocol.errors import EngineError
 from protocol.records import FINISH_EOS, FINISH_LENGTH
+from verifier import fused
 from verifier.logprobs import token_logprobs
 from verifier.sampling import choose, gumbel_noise
 
@@ -106,8 +106,6 @@ class _Batch:
         self._requests = requests
         self._temperature = temperature
         self._stop = np.asarray(sorted(stop_tokens), dtype=np.int64)
-        self._cache = DynamicCache(config=model.config)
-        self._cache_argument = cache_argument(model)
         self._vocab = int(model.config.vocab_size)
 
     @torch.inference_mode()
@@ -115,7 +113,8 @@ class _Batch:
         requests = self._requests
         limits = np.asarray([r.max_new_tokens for r in requests])
         longest = int(limits.max())
-        state_BH, mask_BL, position_B = self._prefill(cancelled)
+        going = fused.start(self._model, max(len(r.prompt) for r in requests) + longest)
+        state_BH, real_BC, position_B = self._prefill(going, cancelled)
         # Untouched pages of these arrays cost no memory, so a cap far above the usual length is free.
         tokens = np.empty((len(requests), longest), dtype=np.int64)
         logprobs = np.empty((len(requests), longest), dtype=np.float32)
@@ -138,13 +137,14 @@ class _Batch:
                 break
             if not keep_B.all():
                 kept = torch.from_numpy(np.flatnonzero(keep_B))
-                self._cache.batch_select_indices(kept)
+                going.select(kept)
                 alive, noise_BSV, next_B, position_B = alive[keep_B], noise_BSV[kept], next_B[kept], position_B[kept]
-                mask_BL = None if mask_BL is None else mask_BL[kept]
-            if mask_BL is not None:
-                mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(alive), 1)], dim=1)
+                real_BC = None if real_BC is None else real_BC[kept]
+            if real_BC is not None:
+                real_BC = torch.cat([real_BC, real_BC.new_ones(len(alive), 1)], dim=1)
             position_B = position_B + 1
-            state_BH = self._forward(next_B[:, None], mask_BL, position_B[:, None], cancelled)[:, -1]
+            _check(cancelled)
+            state_BH = going.run(next_B[:, None], position_B[:, None], real_BC)[:, -1]
         return [
             Decoded(
                 tuple(tokens[row, :n].tolist()),
@@ -155,37 +155,16 @@ class _Batch:
             for row, n in enumerate(lengths)
         ]
 
-    def _prefill(self, cancelled: Callable[[], bool]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Run each distinct prompt once; return every row's last state, its mask (None: no padding), its position."""
-        distinct = sorted({r.prompt for r in self._requests})
-        width = max(len(p) for p in distinct)
-        ids = torch.zeros(len(distinct), width, dtype=torch.long)
-        mask = torch.zeros(len(distinct), width, dtype=torch.long)
-        for i, prompt in enumerate(distinct):
-            ids[i, width - len(prompt) :] = torch.tensor(prompt)
-            mask[i, width - len(prompt) :] = 1
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        padded = bool((mask == 0).any())
-        states = self._forward(ids, mask if padded else None, positions, cancelled)[:, -1]
-        where = {prompt: i for i, prompt in enumerate(distinct)}
-        rows = torch.tensor([where[r.prompt] for r in self._requests])
-        self._cache.batch_select_indices(rows)
-        return states[rows], mask[rows] if padded else None, positions[rows, -1]
-
-    def _forward(
-        self, ids_BL: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cancelled: Callable[[], bool]
-    ) -> torch.Tensor:
-        if cancelled():
-            raise GenerationCancelledError("generation was cancelled: whoever asked for it is gone")
-        out = self._model.model(
-            input_ids=ids_BL,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            **{self._cache_argument: self._cache},
-        )
-        states: torch.Tensor = out.last_hidden_state
-        return states
+    def _prefill(
+        self, going: fused.Pass, cancelled: Callable[[], bool]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Run each distinct prompt once; return every row's last state, its padding (None: none), its position."""
+        _check(cancelled)
+        prompts = fused.Prompts.of([r.prompt for r in self._requests])
+        states_BH = going.run(prompts.ids_BL, prompts.positions_BL, prompts.real_BL)[:, -1]
+        going.select(prompts.rows)
+        real_BC = None if prompts.real_BL is None else prompts.real_BL[prompts.rows]
+        return states_BH[prompts.rows], real_BC, prompts.positions_BL[prompts.rows, -1]
 
     def _noise(self, alive: npt.NDArray[np.int64], step: int, longest: int) -> torch.Tensor:
         """Noise of the next S steps for the rows alive: float32 [B, S, V]."""
@@ -202,6 +181,6 @@ def _is_any(ids_B: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> npt.ND
     return found
 
 
-def cache_argument(model: Any) -> str:
-    """The name Transformers gives the cache argument: `cache`, before 5.20 or so `past_key_values`."""
-    return "cache" if "cache" in inspect.signature(model.model.forward).parameters else "past_key_values"
+def _check(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise GenerationCancelledError("generation was cancelled: whoever asked for it is gone")

@@ -29,6 +29,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 
 from protocol.limits import MAX_MODEL_FILE_BYTES
+from verifier import fused
 from verifier.errors import PolicyError, VerifierError
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
@@ -107,11 +108,12 @@ class PolicyModel:
         self.root = root
 
     @torch.inference_mode()
-    def states(self, sequences: Sequence[Sampled], batch: int = 32) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """The final-norm states that produced each sampled token, one forward pass per batch.
+    def states(self, sequences: Sequence[Sampled], batch: int = 128) -> Iterator[list[tuple[int, torch.Tensor]]]:
+        """The final-norm states that produced each sampled token, two forward passes per batch.
 
-        Rows are grouped by length and padded on the right, which a causal model cannot see. Memory is bounded by
-        one batch: at most `batch` rows and 16,384 padded tokens, or one row.
+        Each distinct prompt of a batch is run once, padded on the left; then the sampled tokens of all its rows, padded
+        on the right, which a causal model cannot see. Memory is bounded by one batch of rows of similar length: at most
+        `batch` rows and 16,384 padded tokens, or one row.
 
         Yields:
             Per batch, (position in `sequences`, states [N, H] in the model's dtype).
@@ -127,13 +129,26 @@ class PolicyModel:
                     f"prefilled with a context of {self.max_context}"
                 )
         for members in _batches(lengths, batch):
-            ids_BL = np.zeros((len(members), lengths[members[-1]]), dtype=np.int64)
-            for row, i in enumerate(members):
-                prompt, tokens = sequences[i]
-                ids_BL[row, : len(prompt)] = prompt
-                ids_BL[row, len(prompt) : lengths[i]] = tokens[:-1]
-            states_BLH = self.model.model(input_ids=torch.from_numpy(ids_BL), use_cache=False).last_hidden_state
-            yield [(i, states_BLH[row, len(sequences[i][0]) - 1 : lengths[i]]) for row, i in enumerate(members)]
+            states_BNH = self._states([sequences[i] for i in members])
+            yield [(i, states_BNH[row, : len(sequences[i][1])]) for row, i in enumerate(members)]
+
+    def _states(self, sequences: Sequence[Sampled]) -> torch.Tensor:
+        """States [B, longest N, H] of one batch; what lies behind a row's own tokens is padding."""
+        prompts = fused.Prompts.of([tuple(int(token) for token in prompt) for prompt, _ in sequences])
+        longest = max(len(tokens) for _, tokens in sequences)
+        going = fused.start(self.model, prompts.ids_BL.shape[1] + longest - 1)
+        last_B1H = going.run(prompts.ids_BL, prompts.positions_BL, prompts.real_BL)[:, -1:][prompts.rows]
+        if longest == 1:
+            return last_B1H
+        going.select(prompts.rows)
+        ids_BL = np.zeros((len(sequences), longest - 1), dtype=np.int64)
+        for row, (_, tokens) in enumerate(sequences):
+            ids_BL[row, : len(tokens) - 1] = tokens[:-1]
+        positions_BL = prompts.positions_BL[prompts.rows, -1:] + torch.arange(1, longest)
+        real_BC = None
+        if prompts.real_BL is not None:
+            real_BC = torch.cat([prompts.real_BL[prompts.rows], prompts.real_BL.new_ones(ids_BL.shape)], dim=1)
+        return torch.cat([last_B1H, going.run(torch.from_numpy(ids_BL), positions_BL, real_BC)], dim=1)
 
     @torch.inference_mode()
     def logits(self, states_MH: torch.Tensor) -> torch.Tensor:
