@@ -155,7 +155,12 @@ def test_many_nodes_are_counted_but_those_in_trouble_stay() -> None:
     text = text_of(shown)
     assert any("node-40" in line and "a second verdict" in line for line in text.splitlines())
     assert any("node-50" in line and "quiet" in line and "1:10" in line for line in text.splitlines())
-    assert "more: " in text and "node-63" not in text
+    assert "node-63" not in text
+    found = re.search(r"and (\d+) more: (\d+) alive, (\d+) rollouts accepted", text)
+    assert found is not None
+    listed = [line for line in text.splitlines() if line[0] in "●○"]
+    assert len(listed) + int(found[1]) == len(rows(shown))
+    assert int(found[2]) == int(found[1]) and int(found[3]) == 1234 * int(found[1]), "nodes that are well"
 
 
 # --- health -------------------------------------------------------------------------------------------------------
