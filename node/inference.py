@@ -131,6 +131,13 @@ class InferenceNode(Worker[Work]):
             self._left_lease = "the lease in work was handed back: another node does it again"
             self._log.event("lease.given-back", lease=lease.lease_id, step=lease.step, reason=reason)
 
+    async def close(self) -> None:
+        """End the uploads; what has no receipt stays on disk for the next start."""
+        uploads = list(self._uploads)
+        for task in uploads:
+            task.cancel()
+        await asyncio.gather(*uploads, return_exceptions=True)
+
     def summary(self) -> list[str]:
         """What was done and what is left, for the person, when this node ends."""
         member, waiting = self._member, len(self._uploader.outbox.waiting())

@@ -289,6 +289,7 @@ async def _inference(place: _Place) -> None:
     node = InferenceNode(
         member=member, engine=engine, puller=puller, uploader=uploader, environments=environments, log=place.log
     )
+    place.stack.push_async_callback(node.close)
     place.summary = node.summary
 
     def gauges() -> dict[str, Any]:

@@ -246,6 +246,22 @@ async def test_only_what_the_coordinator_signed_ends_a_node(rig, tmp_path):
             await asyncio.wait_for(asyncio.shield(task), 20)
 
 
+async def test_bytes_of_another_protocol_version_that_nobody_signed_end_no_node(rig, tmp_path):
+    member = rig.member(tmp_path / "home")
+    await member.join()
+    forged = seal(
+        identity("stranger"), "heartbeat.reply", ErrorReply("x", "y"), run=rig.genesis.id, sequence=1, issued_at=1,
+        audience=member.identity.public,
+    ).raw  # fmt: skip
+    at = 1 + len("heartbeat.reply")
+    rig.wire.lie = ControlFrame("heartbeat.reply", forged[:at] + b"\x07\x00" + forged[at + 2 :])
+    async with beating(member) as task:
+        await until(lambda: bool(events(tmp_path / "home", "coordinator.away")), task)
+        assert events(tmp_path / "home", "coordinator.away")[0]["code"] == "unsupported-version"
+        rig.wire.lie = None
+        await until(lambda: member.newest_step == 7, task)
+
+
 async def test_a_suspended_node_that_joins_again_is_told_why(rig, tmp_path):
     rig.state, rig.reason = "suspended", "dropped-results"
     with pytest.raises(SuspendedError, match="dropped-results"):
