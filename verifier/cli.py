@@ -18,6 +18,11 @@ from protocol.errors import HeadwaterError, UsageError
 
 Command = Callable[[argparse.Namespace], int]
 
+_EPILOG = """examples:
+  verifier audit runs/first                    check everything; nothing is written there
+  verifier audit runs/first --fraction 0.1     a tenth of the rollouts, all of the rest
+  verifier explain token-not-forced            what a rejection means, and what to do"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
@@ -52,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verifier",
         description="Is this run honest? Checks rollouts, verdicts, weights and ledger from files alone.",
-        epilog="example: verifier audit runs/first",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
