@@ -103,6 +103,9 @@ async def test_the_origin_serves_whom_a_pass_sends_and_nobody_else(small: MadeRu
         refused = {
             "none": "",
             "another parent's": keys.presenter(CHILD).header(keys.parent(CHILD, RELAY.public, url)),
+            "another parent's, shown here": keys.presenter(CHILD).header(
+                replace(keys.parent(CHILD, RELAY.public, url), key=own)
+            ),
             "another child's": keys.presenter(OTHER).header(mine),
             "not the coordinator's": keys.presenter(CHILD).header(
                 Parent(

@@ -36,6 +36,13 @@ def test_two_relays_are_a_chain() -> None:
     assert urls(NODE, "validator", one, two) == ["http://relay-2", "http://relay-1", "http://origin"]
 
 
+def test_more_relays_are_a_tree_with_two_below_each_and_the_way_up_as_alternatives() -> None:
+    relays = [relay(number) for number in range(1, 8)]
+    first = {number: urls(bytes([number]) * 32, "relay", *relays) for number in range(1, 8)}
+    assert [first[number][0] for number in range(2, 8)] == [f"http://relay-{n}" for n in (1, 1, 2, 2, 3, 3)]
+    assert first[6][:2] == ["http://relay-3", "http://relay-1"]
+
+
 def test_a_run_without_relays_pulls_from_the_origin() -> None:
     assert urls(NODE, "inference", planned=False) == ["http://origin"]
     assert urls(NODE, "inference", planned=True) == [], "strangers never, when there should be relays"
