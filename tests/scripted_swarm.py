@@ -197,11 +197,16 @@ class Actor:
         self.identity = actor_identity(name)
         self.clock = Clock()
         self.sequences = Sequences(swarm.run_dir / "actors" / f"{name}.json")
+        self.reconnect()
+        self.receipts: dict[bytes, Receipt] = {}
+
+    def reconnect(self) -> None:
+        """Call the coordinator as the swarm's run describes it now."""
+        swarm = self.swarm
         assert swarm.host is not None
         self.control = ControlClient(
             run=swarm.run, identity=self.identity, sequences=self.sequences, host=swarm.host, clock=self.clock
         )
-        self.receipts: dict[bytes, Receipt] = {}
 
     def join_request(self, addresses: tuple[str, ...] = (), **changes: Any) -> JoinRequest:
         assert self.swarm.host is not None
@@ -220,8 +225,16 @@ class Actor:
     async def join(self, addresses: tuple[str, ...] = (), **changes: Any) -> JoinReply:
         return await self.control.call("join", self.join_request(addresses, **changes), JoinReply, deadline_s=40)
 
+    @staticmethod
+    def beat() -> Heartbeat:
+        return Heartbeat(0, 0, "testing", 0)
+
     async def heartbeat(self) -> HeartbeatReply:
-        return await self.control.call("heartbeat", Heartbeat(0, 0, "testing", 0), HeartbeatReply)
+        return await self.control.call("heartbeat", self.beat(), HeartbeatReply)
+
+    @staticmethod
+    def submission(lease: Lease) -> bytes:
+        return submission_of(lease)
 
     async def ask(self, wait_ms: int = 5000, capacity: int = 64) -> LeaseReply:
         return await self.control.call("lease.next", LeaseRequest(capacity, 0, 0, wait_ms), LeaseReply, deadline_s=40)

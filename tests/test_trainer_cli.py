@@ -16,7 +16,7 @@ from protocol.manifest import Thresholds
 from trainer.init import make_run
 
 NOISE = Thresholds(1e-4, 2, 1e-4, 1e-3, 1e-3, 1, 1, 0.0, 0, 0.0, 0.0, "tests")
-COMMANDS = ["init", "serve", "learn", "sft", "demo", "status"]
+COMMANDS = ["init", "serve", "learn", "sft", "demo", "status", "key", "block"]
 
 
 def trainer(*arguments: str, deadline_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -142,6 +142,8 @@ def test_a_second_serve_exits_2_and_names_the_holder_and_a_stop_seals_the_ledger
         second = trainer("serve", str(run))
         assert second.returncode == 2
         assert f'"pid": {first.pid}' in second.stderr and "Traceback" not in second.stderr
+        assert f'"host": "{socket.gethostname()}"' in second.stderr and '"started": "20' in second.stderr
+        assert "there is one writer a run" in second.stderr
         shown = trainer("status", str(run))
         assert shown.returncode == 0 and "waiting for weights" in shown.stdout
     finally:
