@@ -1,11 +1,13 @@
 """Is this submission honest? One function for validators and for the audit, so that both reach the same decision.
 
     decode -> format -> task -> token range -> termination -> proof shape
-           -> [prefill] -> proof -> seeded tokens -> log-probabilities -> reward
+           -> for each block of tokens: [prefill] -> proof -> seeded tokens -> log-probabilities
+           -> reward
 
 Whole-submission failures (`format` on every rollout): bytes that are no Submission, longer than any answer to the
 lease can be, or not as many rollouts as the lease asks for. A submission of another lease is `wrong-task` on every
-rollout. Everything else is decided rollout by rollout. Memory: lengths are checked against the lease before they are
+rollout. Everything else is decided rollout by rollout, and a rollout is read no further than the block of its first
+failure (`blocks`): what is never read costs nothing. Memory: lengths are checked against the lease before they are
 decoded, and again before the model runs; the prefill holds one batch of states and one tile of logits at a time.
 
 Not covered: fetching bytes, signing verdicts, what follows from them (`protocol.state`).
@@ -27,19 +29,17 @@ from environments.base import Environment, Task
 from protocol import codec
 from protocol.errors import DecodeError, ReasonCode
 from protocol.limits import (
-    KIB,
     MAX_ROLLOUTS_PER_LEASE,
     MAX_SUBMISSION_BYTES,
     MAX_SUBMISSION_RAW_BYTES,
-    MAX_TOKENS_PER_ROLLOUT,
     MIB,
-    PROOF_CHUNK_TOKENS,
-    PROOF_TOPK,
+    submission_raw_bound,
 )
 from protocol.manifest import Run
 from protocol.records import REJECT, Lease, Number, Outcome, Rollout, RolloutDetail, Submission, VerdictDetails
 from protocol.seeds import sampling_seed
 from verifier import checks, sampling
+from verifier.blocks import states_in_blocks
 from verifier.checks import Claim, Setting
 from verifier.errors import VerifierError
 from verifier.logprobs import token_logprobs
@@ -102,7 +102,7 @@ def judge_upload(
         VerifierError: see `judge`.
     """
     count = _check_setting(run, lease, policy, environment)
-    if raw_length > _raw_bound(lease, count):
+    if raw_length > submission_raw_bound(count, lease.max_new_tokens):
         return _all(count, ReasonCode.FORMAT)
     try:
         raw = decompress_submission(blob, raw_length)
@@ -124,7 +124,7 @@ def judge(run: Run, lease: Lease, submission_raw: bytes, policy: PolicyModel, en
         VerifierError: policy, environment, run and lease do not belong together. Never because of the submission.
     """
     count = _check_setting(run, lease, policy, environment)
-    if len(submission_raw) > _raw_bound(lease, count):
+    if len(submission_raw) > submission_raw_bound(count, lease.max_new_tokens):
         return _all(count, ReasonCode.FORMAT)
     try:
         submission = codec.decode(Submission, submission_raw)
@@ -166,16 +166,6 @@ def _check_setting(run: Run, lease: Lease, policy: PolicyModel, environment: Env
     return count
 
 
-def _raw_bound(lease: Lease, count: int) -> int:
-    """Bytes above which no honest answer to this lease lies: a decoder may need many times what it is given.
-
-    Twice what our own encoder can need, so that a later minor version has room for more fields.
-    """
-    tokens = min(lease.max_new_tokens, MAX_TOKENS_PER_ROLLOUT)
-    proofs = -(-tokens // PROOF_CHUNK_TOKENS) * (2 + 4 * PROOF_TOPK + 3)
-    return 2 * (KIB + count * (8 * tokens + proofs + 64))
-
-
 def _all(count: int, reason: ReasonCode) -> Judgement:
     return Judgement([Outcome(REJECT, reason.value)] * count, [RolloutDetail(b"", 0.0, ())] * count)
 
@@ -203,47 +193,56 @@ def _claims(run: Run, lease: Lease, rollouts: Sequence[Rollout], setting: Settin
 
 
 def _measure(claims: Sequence[Claim], setting: Setting) -> None:
-    """Prefill the claims that still stand and run the checks that need it, one batch at a time."""
+    """Prefill the claims that still stand and run the checks that need it, one block at a time."""
     fits = []
     for claim in claims:
         if len(claim.prompt) + len(claim.tokens_N) > setting.policy.max_context:
             claim.give_up(ReasonCode.VALIDATOR_FAILED)
         else:
             fits.append(claim)
+    sequences = [(claim.prompt, claim.tokens_N) for claim in fits]
     try:
-        for batch in setting.policy.states([(claim.prompt, claim.tokens_N) for claim in fits]):
+        for pieces in states_in_blocks(setting.policy, sequences, lambda i: fits[i].stands):
             members = []
-            for i, states in batch:
+            for i, at, states in pieces:
                 states_NH = states.float().numpy()
+                fits[i].open_block(at, states_NH)
                 if np.isfinite(states_NH).all():
-                    fits[i].states_NH = states_NH
                     members.append((fits[i], states))
                 else:
                     fits[i].give_up(ReasonCode.VALIDATOR_FAILED)
-            for check in checks.AFTER_STATES:
-                check([claim for claim, _ in members], setting)
-            members = [(claim, states) for claim, states in members if claim.stands]
-            _replay(members, setting)
-            for check in checks.AFTER_LOGITS:
-                check([claim for claim, _ in members], setting)
-            for i, _ in batch:
-                fits[i].states_NH = None
+            _check_block(members, setting)
+            for i, _, _ in pieces:
+                fits[i].close_block()
+        for check in checks.AFTER_ALL:
+            check([claim for claim in fits if claim.whole], setting)
     except (RuntimeError, MemoryError) as exc:
         log.warning("the prefill failed and decides nothing: %s; look at this machine's memory", exc)
         for claim in fits:
-            if claim.stands and claim.logprobs_N is None:
+            if claim.stands and not claim.whole:
                 claim.give_up(ReasonCode.VALIDATOR_FAILED)
 
 
+def _check_block(members: list[tuple[Claim, torch.Tensor]], setting: Setting) -> None:
+    for check in checks.AFTER_STATES:
+        check([claim for claim, _ in members], setting)
+    members = [(claim, states) for claim, states in members if claim.stands]
+    _replay(members, setting)
+    for check in checks.AFTER_LOGITS:
+        check([claim for claim, _ in members], setting)
+
+
 def _replay(members: Sequence[tuple[Claim, torch.Tensor]], setting: Setting) -> None:
-    """Margins and log-probabilities of every sampled token, in tiles of rows across rollouts."""
+    """Margins and log-probabilities of the block's sampled tokens, in tiles of rows across rollouts."""
     if not members:
         return
     claims = [claim for claim, _ in members]
     states_MH = torch.cat([states_NH for _, states_NH in members])
-    tokens_M = torch.from_numpy(np.concatenate([claim.tokens_N for claim in claims]))
-    seeds = [claim.seed for claim in claims for _ in range(len(claim.tokens_N))]
-    positions_M = np.concatenate([len(claim.prompt) + np.arange(len(claim.tokens_N)) for claim in claims])
+    tokens_M = torch.from_numpy(np.concatenate([claim.block_tokens_N for claim in claims]))
+    seeds = [claim.seed for claim in claims for _ in range(len(claim.block_tokens_N))]
+    positions_M = np.concatenate(
+        [len(claim.prompt) + claim.at + np.arange(len(claim.block_tokens_N)) for claim in claims]
+    )
     vocabulary = setting.policy.vocabulary
     margins, logprobs = [], []
     step = max(1, _TILE_LOGITS // vocabulary)
@@ -253,7 +252,7 @@ def _replay(members: Sequence[tuple[Claim, torch.Tensor]], setting: Setting) -> 
         noise_MV = sampling.gumbel_noise(seeds[at], positions_M[at], vocabulary)
         margins.append(sampling.margins(logits_MV, setting.temperature, noise_MV, tokens_M[at]).numpy())
         logprobs.append(token_logprobs(logits_MV, tokens_M[at], setting.temperature).numpy())
-    ends = np.cumsum([len(claim.tokens_N) for claim in claims])[:-1]
+    ends = np.cumsum([len(claim.block_tokens_N) for claim in claims])[:-1]
     for claim, margins_N, logprobs_N in zip(
         claims, np.split(np.concatenate(margins), ends), np.split(np.concatenate(logprobs), ends), strict=True
     ):
@@ -263,7 +262,10 @@ def _replay(members: Sequence[tuple[Claim, torch.Tensor]], setting: Setting) -> 
 
 
 def _detail(claim: Claim) -> RolloutDetail:
-    numbers = tuple(Number(name, float(value)) for name, value in sorted(claim.numbers.items()))
-    if not claim.stands or claim.logprobs_N is None:
-        return RolloutDetail(b"", 0.0, numbers)
-    return RolloutDetail(claim.logprobs_N.astype("<f4").tobytes(), claim.reward, numbers)
+    numbers = dict(claim.numbers)
+    if not claim.stands and 0 < claim.read < len(claim.tokens_N):
+        numbers["tokens_read"] = float(claim.read)
+    listed = tuple(Number(name, float(value)) for name, value in sorted(numbers.items()))
+    if not claim.stands or not claim.whole:
+        return RolloutDetail(b"", 0.0, listed)
+    return RolloutDetail(claim.own_logprobs_N.astype("<f4").tobytes(), claim.reward, listed)

@@ -1,7 +1,8 @@
 """The checks, each in a file of its own, in the order they run: cheap first.
 
     before the prefill      format, task, tokens (range), termination, proof (shape)
-    after the prefill       proof (match), tokens (forced), logprobs, reward
+    after each block of it  proof (match), tokens (forced), logprobs
+    after all               reward
 
 Every check is a function `(claims, setting) -> None`. It looks only at claims that still stand and calls
 `Claim.fail` on those that do not hold, so that one bad rollout never touches its siblings.
@@ -25,6 +26,7 @@ BEFORE_PREFILL: tuple[Check, ...] = (
     proof.check_shape,
 )
 AFTER_STATES: tuple[Check, ...] = (proof.check_match,)
-AFTER_LOGITS: tuple[Check, ...] = (tokens.check_forced, logprobs.check, reward.check)
+AFTER_LOGITS: tuple[Check, ...] = (tokens.check_forced, logprobs.check)
+AFTER_ALL: tuple[Check, ...] = (reward.check,)
 
-__all__ = ["AFTER_LOGITS", "AFTER_STATES", "BEFORE_PREFILL", "Check", "Claim", "Setting"]
+__all__ = ["AFTER_ALL", "AFTER_LOGITS", "AFTER_STATES", "BEFORE_PREFILL", "Check", "Claim", "Setting"]

@@ -1,6 +1,9 @@
 """What a check sees: one rollout as claimed, what its lease forces, and what the verifier measured so far.
 
-Shape suffixes: N sampled tokens, H hidden.
+A rollout is read in blocks (`verifier.blocks`). `at` is the first sampled token of the block under way; states_NH,
+margins_N and logprobs_N are the block's. Checks see one block after another and keep running numbers in `numbers`.
+
+Shape suffixes: N sampled tokens (of the block, or of the rollout where nothing else is said), H hidden.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Claim:
     """One rollout the lease asks for.
 
     rollout is what the node sent in this place; prompt and seed are derived, never taken from it. states_NH,
-    margins_N and logprobs_N are the verifier's own and set between the stages of checks.
+    margins_N and logprobs_N are the verifier's own, of the block under way, and set between the stages of checks.
     """
 
     index: int
@@ -46,6 +49,9 @@ class Claim:
     rollout: Rollout
     tokens_N: npt.NDArray[np.int64]
     claimed_logprobs_N: npt.NDArray[np.float32]
+    at: int = 0
+    read: int = 0
+    """Sampled tokens of the blocks closed so far."""
     states_NH: npt.NDArray[np.float32] | None = None
     margins_N: npt.NDArray[np.float32] | None = None
     logprobs_N: npt.NDArray[np.float32] | None = None
@@ -53,10 +59,42 @@ class Claim:
     outcome: int = ACCEPT
     reason: ReasonCode = ReasonCode.HOLDS
     numbers: dict[str, float] = field(default_factory=dict)
+    _own: list[npt.NDArray[np.float32]] = field(default_factory=list)
 
     @property
     def stands(self) -> bool:
         return self.outcome == ACCEPT
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token was read and still stands."""
+        return self.stands and self.read == len(self.tokens_N)
+
+    @property
+    def block_tokens_N(self) -> npt.NDArray[np.int64]:  # noqa: N802
+        """The sampled tokens of the block under way."""
+        assert self.states_NH is not None
+        return self.tokens_N[self.at : self.at + len(self.states_NH)]
+
+    @property
+    def own_logprobs_N(self) -> npt.NDArray[np.float32]:  # noqa: N802
+        """The verifier's log-probabilities of all tokens read."""
+        return np.concatenate(self._own)
+
+    def open_block(self, at: int, states_NH: npt.NDArray[np.float32]) -> None:
+        self.at, self.states_NH = at, states_NH
+
+    def close_block(self) -> None:
+        """Count the block as read and let its states go."""
+        assert self.states_NH is not None
+        self.read = self.at + len(self.states_NH)
+        if self.stands and self.logprobs_N is not None:
+            self._own.append(self.logprobs_N)
+        self.states_NH = self.margins_N = self.logprobs_N = None
+
+    def note(self, name: str, value: float) -> None:
+        """Keep the largest of a number over all blocks."""
+        self.numbers[name] = max(value, self.numbers.get(name, value))
 
     def fail(self, reason: ReasonCode, **numbers: float) -> None:
         """Reject this rollout. The first failure is the one that is reported."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protocol.errors import ReasonCode
+from protocol.limits import PROOF_CHUNK_TOKENS
 from verifier import toploc
 from verifier.checks.claim import Claim, Setting, standing
 from verifier.errors import ProofError
@@ -24,14 +25,20 @@ def check_match(claims: Sequence[Claim], setting: Setting) -> None:
     open_claims = standing(claims)
     states = [claim.states_NH for claim in open_claims if claim.states_NH is not None]
     limits = setting.thresholds
-    stats = toploc.verify_many(states, [claim.rollout.proofs for claim in open_claims], limits.proof_gate)
+    stats = toploc.verify_many(states, [_proofs(claim) for claim in open_claims], limits.proof_gate)
     for claim, chunks in zip(open_claims, stats, strict=True):
-        claim.numbers["proof_median"] = _finite(max(chunk.median for chunk in chunks))
-        claim.numbers["proof_outliers"] = float(max(chunk.outliers for chunk in chunks))
+        claim.note("proof_median", _finite(max(chunk.median for chunk in chunks)))
+        claim.note("proof_outliers", float(max(chunk.outliers for chunk in chunks)))
         for i, chunk in enumerate(chunks):
             if not chunk.median <= limits.proof_median or chunk.outliers > limits.proof_outliers:
-                claim.fail(ReasonCode.PROOF_MISMATCH, chunk_at=float(i))
+                claim.fail(ReasonCode.PROOF_MISMATCH, chunk_at=float(claim.at // PROOF_CHUNK_TOKENS + i))
                 break
+
+
+def _proofs(claim: Claim) -> tuple[bytes, ...]:
+    """The chunks over the block's tokens. Blocks begin where a chunk begins."""
+    first = claim.at // PROOF_CHUNK_TOKENS
+    return claim.rollout.proofs[first : first + -(-len(claim.block_tokens_N) // PROOF_CHUNK_TOKENS)]
 
 
 def _finite(value: float) -> float:

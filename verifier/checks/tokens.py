@@ -25,9 +25,9 @@ def check_forced(claims: Sequence[Claim], setting: Setting) -> None:
     """No token with a margin above the calibrated bound; smaller ones are honest rounding and only counted."""
     for claim in standing(claims):
         assert claim.margins_N is not None
-        largest = float(claim.margins_N.max())
-        claim.numbers["token_margin"] = largest
-        claim.numbers["tokens_not_first"] = float((claim.margins_N > 0).sum())
+        claim.note("token_margin", float(claim.margins_N.max()))
+        before = claim.numbers.get("tokens_not_first", 0.0)
+        claim.numbers["tokens_not_first"] = before + float((claim.margins_N > 0).sum())
         wrong = np.flatnonzero(claim.margins_N > setting.thresholds.token_margin)
         if len(wrong):
-            claim.fail(ReasonCode.TOKEN_NOT_FORCED, token_at=float(wrong[0]), tokens_wrong=float(len(wrong)))
+            claim.fail(ReasonCode.TOKEN_NOT_FORCED, token_at=float(claim.at + wrong[0]), tokens_wrong=float(len(wrong)))
