@@ -277,6 +277,20 @@ def test_a_closed_lease_is_dropped_when_its_policy_is_too_old() -> None:
     assert bench.take("node-1").nonce != lost.nonce
 
 
+def test_a_lost_lease_is_done_again_even_when_newer_work_fills_the_room() -> None:
+    bench = Bench(nodes=3, leases=replace(make_manifest().leases, probation_accepted=4))
+    bench.chain.policy(0)
+    bench.accept("node-1")
+    bench.accept("node-0")
+    assert bench.close_batch()
+    lost = bench.take("node-0")
+    bench.chain.policy(1)
+    while bench.ask("node-1").kind == "issue":
+        bench.accept("node-1")  # it has all the room of policy 1 now
+    bench.chain.close_lease(lost.lease_id)
+    assert bench.take("node-1").nonce == lost.nonce, "batches take the oldest first: it is in nobody's way"
+
+
 def test_weights_ahead_of_their_batch_make_no_batch_that_the_ledger_refuses() -> None:
     bench = Bench()
     bench.chain.policy(0)

@@ -73,20 +73,24 @@ def batch_rollouts(manifest: RunManifest) -> int:
     return manifest.leases.tasks_per_step * manifest.leases.samples_per_task
 
 
-def in_flight(window: Window) -> int:
-    """Rollouts that may still enter a batch: leased, being checked, or accepted and waiting (q times batch size)."""
+def in_flight(window: Window, step: int | None = None) -> int:
+    """Rollouts that may still enter a batch: leased, being checked, or accepted and waiting (q times batch size).
+
+    Args:
+        step: count only those of this policy step or older: batches take the oldest first, so no others are before it.
+    """
     return sum(
         len(group.rollouts)
         for lease_id in window.live
         for group in window.groups(lease_id)
-        if group.status in ("open", "undecided", "accepted")
+        if group.status in ("open", "undecided", "accepted") and (step is None or group.step <= step)
     )
 
 
 def room(state: RunState, window: Window, manifest: RunManifest, step: int) -> int:
     """Rollouts of policy `step` that may still be leased: what fits before it is too old, and before the last step."""
     last = min(step + manifest.leases.max_staleness + 1, manifest.steps)
-    return (last - window.batches) * batch_rollouts(manifest) - in_flight(window)
+    return (last - window.batches) * batch_rollouts(manifest) - in_flight(window, step)
 
 
 def pacing(state: RunState, window: Window, manifest: RunManifest) -> str:
