@@ -112,3 +112,22 @@ def test_usage_mistakes_exit_2_with_the_cause(run_dir, tmp_path, capsys):
     (run_dir / "manifest.hw").write_bytes(b"broken")
     assert cli.main(["ledger", str(run_dir)]) == 2
     assert "manifest does not hold" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("proof-mismatch", ("stale weights", "quantised", "garbage")),
+        ("token-not-forced", ("greedy", "another temperature", "best of several", "one edited token")),
+        ("wrong-task", ("easier tasks",)),
+        ("reward-mismatch", ("made up",)),
+        ("dropped-results", ("kept back", "one in ten million")),
+        ("relay-lied", ("signed", "Both signatures are in the ledger")),
+        ("quota", ("unverified",)),
+        ("draw-wrong", ("secret",)),
+    ],
+)
+def test_explain_says_what_each_reason_catches(reason, words, capsys):
+    assert cli.main(["explain", reason]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(word in out for word in words), out

@@ -29,8 +29,8 @@ from verifier.model import PolicyModel, Sampled
 
 BLOCK = 256
 """Sampled tokens of the first block, and of the longest rollout that is read at once. A larger one makes garbage
-dearer to refute, a smaller one slows long honest rollouts; what is accepted does not depend on it. Validators and audits
-must use the same: it decides which of several faults of one rollout is found first."""
+dearer to refute, a smaller one slows long honest rollouts; what is accepted does not depend on it. Validators and
+audits must use the same: it decides which of several faults of one rollout is found first."""
 
 _CACHED_TOKENS = 8_192
 """Padded tokens of a batch whose keys and values are kept (SmolLM2-135M: 46 KB each, 380 MB). Only memory and speed

@@ -183,54 +183,62 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
     ReasonCode.FORMAT: Explanation(
         "The submission is not one rollout of this lease after another, with one log-probability per token and numbers "
         "that are finite.",
-        "Its owner signed the hash of these exact bytes. " + _DETERMINISTIC,
+        "It catches bytes that are no answer at all. Their sender signed the hash of exactly these. " + _DETERMINISTIC,
         "Update headwater, or correct the engine: one output per request, as many log-probabilities as tokens.",
     ),
     ReasonCode.WRONG_TASK: Explanation(
         "The rollouts are not the tasks and samples the lease names, each once.",
-        "Choosing easier tasks, or repeating one, would raise rewards without a better policy. " + _DETERMINISTIC,
+        "It catches nodes that send honest rollouts of easier tasks, that repeat one that went well, or that put "
+        "another lease's in its place: rewards would rise without a better policy. " + _DETERMINISTIC,
         "Return exactly what was leased, in its order. Our node does this by itself; look at your own changes.",
     ),
     ReasonCode.TOKEN_RANGE: Explanation(
-        "A token id is outside the model's vocabulary, or the rollout has no tokens or more than its lease allows.",
-        "The leased policy cannot have sampled such tokens. " + _DETERMINISTIC,
+        "A token id is outside the model's vocabulary.",
+        "The leased policy cannot have sampled such a token; it catches the crudest garbage, before any model runs. "
+        + _DETERMINISTIC,
         "Check that the engine uses the tokenizer and vocabulary of the policy directory it was given.",
     ),
     ReasonCode.TERMINATION: Explanation(
         "The rollout does not end where the run's rules say: at its first stop token, or else at the lease's cap.",
-        "Stopping early, or going on after a stop token, changes what is rewarded. " + _DETERMINISTIC,
+        "It catches answers cut off where they looked good, and text after the end that a reward might read. "
+        + _DETERMINISTIC,
         "Give the engine the stop tokens and the cap of the request, and no others.",
     ),
     ReasonCode.PROOF_MALFORMED: Explanation(
         "A proof is missing, cut, doubled or not of the form every chunk of 32 tokens must have.",
-        "The engine builds proofs by a fixed rule from its own states; an honest one cannot have this form. "
-        + _DETERMINISTIC,
+        "The engine builds proofs by a fixed rule from its own states; an honest one cannot have this form. It catches "
+        "invented proofs before any model runs. " + _DETERMINISTIC,
         "Update headwater, or correct the engine: exactly ceil(tokens / 32) chunks, over the states that produced the "
         "sampled tokens.",
     ),
     ReasonCode.PROOF_MISMATCH: Explanation(
         "The proof commits to other hidden states than the leased policy has on these tokens.",
-        "The states of other weights, another precision, another prompt or edited tokens differ far more than honest "
-        "machines do; the bound is several times the honest noise measured for this run. " + _DETERMINISTIC,
+        "It catches stale weights (those of an earlier step, kept to save the download), a smaller model, quantised "
+        "weights, another prompt (a rollout sent twice), and garbage: random tokens, for which nobody has the states. "
+        "All differ far more than honest machines do; the bound is several times the honest noise measured for this "
+        "run. A long rollout is read in blocks, and no further than the first that fails. " + _DETERMINISTIC,
         "Load the published weights of the lease's step, in the run's dtype, without quantisation, TF32 or a quantised "
         "cache. Run `verifier calibrate` on the machine: above the bound it must not join.",
     ),
     ReasonCode.TOKEN_NOT_FORCED: Explanation(
         "A token is not the one that the policy and the lease's seed force.",
-        "Sampling is a fixed function of weights and seed, so another token means another model, another temperature, "
-        "a choice among several samples, or an edit. The margin is far above honest noise. " + _DETERMINISTIC,
+        "Sampling is a fixed function of weights and seed. It catches greedy decoding, another temperature, the best "
+        "of several samples, one edited token, and a cheaper model's answer, even with proofs made afterwards by the "
+        "right weights: each picks other tokens than the seed does. The margin is far above honest noise. "
+        + _DETERMINISTIC,
         "Sample with the seed and temperature of the request, from the full distribution. Do not use greedy decoding, "
         "top-p, top-k, penalties, or a cheaper model to generate.",
     ),
     ReasonCode.LOGPROB_MISMATCH: Explanation(
         "A claimed log-probability differs from the policy's by more than the run's bound.",
-        "Log-probabilities steer the training step; wrong ones can push the model in a chosen direction. "
-        + _DETERMINISTIC,
+        "It catches invented log-probabilities and those of another model or temperature: they steer the training "
+        "step, and wrong ones can push the model in a chosen direction. " + _DETERMINISTIC,
         "Report log_softmax(logits / temperature) of the raw float32 logits, without the sampling noise.",
     ),
     ReasonCode.REWARD_MISMATCH: Explanation(
         "The claimed reward is not the one the environment gives for these tokens.",
-        "The reward is a pure function of task and text, and the text follows from the tokens. " + _DETERMINISTIC,
+        "It catches rewards that were made up: the reward is a pure function of task and text, and the text follows "
+        "from the tokens. " + _DETERMINISTIC,
         "Use the environment of this release, and score the text that the tokens decode to. The environment's hash is "
         "in the manifest.",
     ),
