@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
-from protocol import draws
+from blake3 import blake3
+
+from protocol import codec, draws
+from protocol.chain import Delegation, Revocation, RunUpdate
+from protocol.records import DrawsOpened, DrawsRevealed, DropEvidence, JobDrawn, RelayStamp, ValidatorsPresent
 
 SECRET = bytes(range(32))
 VALIDATORS = [bytes([i]) * 32 for i in range(1, 5)]
@@ -50,3 +55,34 @@ def test_parts_of_a_draw_cannot_be_moved_into_one_another() -> None:
     assert draws.job_token(SECRET, draws.job_id(SECRET, 1, 1, 0)) != draws.job_token(
         SECRET, draws.job_id(SECRET, 2, 1, 0)
     )
+
+
+def test_the_vectors_of_the_specification_are_true() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "protocol.md").read_text()
+    secret, digest = bytes(range(32)), b"\x44" * 32
+    keys = [bytes([n]) * 32 for n in (1, 2, 3)]
+    job = draws.job_id(secret, 17, 1, 0)
+    assert draws.draw_validator(secret, digest, 17, 1, 0, keys) == keys[1]
+    stolen = Revocation(b"\x06" * 32, 900, "stolen")
+    update = RunUpdate(b"\x11" * 32, 1, revocations=(stolen,), lowest_version=0x0100, note="n")
+    records = [
+        DrawsOpened(3, blake3(secret).digest(), 0.1, 4.0),
+        DrawsRevealed(3, secret),
+        ValidatorsPresent((keys[0], keys[1])),
+        JobDrawn(job, 17, keys[1], 1, 3, 0),
+        DropEvidence(b"\x05" * 32, 900, 30, 45, 16.5, -0.125, 0.0625),
+        RelayStamp(b"\x22" * 16, 7, b"\x09" * 32, 1800000000000),
+        stolen,
+        Delegation(b"\x11" * 32, b"\x07" * 32, ("coordinator",), 1, 2, 1),
+        update,
+    ]
+    numbers = [
+        blake3(secret).digest(),
+        draws.keyed(secret, "period", 3),
+        draws.keyed(secret, "validator", digest, 17, 1, 0)[:16],
+        draws.keyed(secret, "second", digest, 17)[:8],
+        job,
+        blake3(codec.encode(update)).digest(),
+    ]
+    for vector in [*map(codec.encode, records), *numbers]:
+        assert f"`{vector.hex()}`" in text
