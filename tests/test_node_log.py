@@ -105,6 +105,7 @@ def test_at_the_end_the_terminal_shows_sentences_and_no_line_about_what_it_is_do
     assert process.wait(10) == 0
     text = raw.decode()
     assert "\x1b[2J" not in text
+    assert "working" not in text.partition("the run is finished")[2]  # not even until the cleaning up is over
     assert screen(text) == ["hello \N{REPLACEMENT CHARACTER}[2Jworld", "news", "the run is finished",
                             "24 rollouts done", ""]  # fmt: skip
     assert all(len(part.removeprefix("\x1b[K")) <= 79 for part in text.replace("\r\n", "\r").split("\r"))
