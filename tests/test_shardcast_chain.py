@@ -97,7 +97,7 @@ def test_two_relays_in_a_chain_come_and_go_and_nothing_is_lost(river: NodeRun, t
     first.process.wait(10)
     river.advance()
     river.wait("step 3 without the first relay", lambda: holds(river, "guest", 3))
-    assert origin in parents(second)
+    river.wait("the second's word that it pulls from the origin", lambda: parents(second) == [origin])
 
     # It comes back and gets its place back; what it missed it does not need.
     first = river.join("relay-1", "relay")
