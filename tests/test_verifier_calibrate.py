@@ -67,7 +67,7 @@ def test_the_shipped_thresholds_follow_from_their_measurement(path: Path) -> Non
     limits = thresholds(measured)
     assert codec.decode(Thresholds, codec.encode(limits)) == limits
     assert measured.profile == "fp32" and measured.machine and "--rollouts" in measured.command
-    assert measured.decode_batches == (1, 8, 32)
+    assert measured.decode_batches == (1, 8, 32, 128)
     assert measured.rollouts >= (600 if path.stem == "noise-tiny" else 48)
 
 

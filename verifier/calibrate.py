@@ -45,8 +45,8 @@ from verifier.logprobs import token_logprobs
 from verifier.model import PolicyModel, load_policy, prompt_ids
 from verifier.thresholds import PROOF_GATE, SAFETY, Measurement, thresholds, to_json
 
-DECODE_BATCHES = (1, 8, 32)
-PREFILL_BATCHES = (1, 32)
+DECODE_BATCHES = (1, 8, 32, 128)
+PREFILL_BATCHES = (1, 32, 128)
 _TEMPERATURE = 1.0
 _RUN = blake3(b"headwater calibration").digest()
 _CONNECT_S, _LOAD_S, _GENERATE_S = 30.0, 120.0, 300.0
