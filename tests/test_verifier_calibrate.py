@@ -109,7 +109,7 @@ def test_the_command_measures_a_real_engine(tmp_path: Path, capsys: pytest.Captu
         code = main(["calibrate", model, "--engine-socket", str(socket), "--rollouts", "8", "--out", str(out)])
         assert code == 0
         measured = read(out)
-        assert measured.rollouts == 24 and measured.tokens > 24 and "transformers" in measured.engine
+        assert measured.rollouts == 32 and measured.tokens > 24 and "transformers" in measured.engine
         assert measured.proof_median < 1e-6 and measured.proof_outliers == 0 and measured.token_margin < 2e-5
         assert "threshold" in capsys.readouterr().out
     finally:
