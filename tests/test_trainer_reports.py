@@ -174,6 +174,17 @@ async def test_passes_are_made_once_and_name_only_who_is_there(desk: Desk) -> No
     assert await desk.parents(FIRST) == [desk.coordinator.run.manifest.origin]
 
 
+async def test_a_relay_that_was_there_and_is_gone_is_not_waited_for(desk: Desk) -> None:
+    members, origin = desk.coordinator.members, desk.coordinator.run.manifest.origin
+    assert await desk.parents(SECOND) == [FIRST.public]
+    members.sessions[FIRST.public].heard = -1e9
+    assert await desk.parents(SECOND) == [], "it never answered a challenge: it may still come"
+    for (key, _), proof in members.proofs.items():
+        if key == FIRST.public:
+            proof.address = "127.0.0.1"
+    assert await desk.parents(SECOND) == [origin]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [("10.0.0.1", "10.0.255.1", True), ("10.0.0.1", "10.1.0.1", False), ("2001:db8:1::1", "2001:db8:2::1", True)],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import os
 import socket
 import time
@@ -185,6 +186,8 @@ class Members:
         if not proofs or session is None:
             return Seen()
         age = self.monotonic() - max(proof.since for _, proof in proofs)
+        if any(proof.address for _, proof in proofs):
+            age = math.inf  # it was there: now that it is gone nobody waits for it
         proven = next((url for url, proof in proofs if proof.proven), "") if self.live(relay) else ""
         return Seen(proven, age, session.lag)
 

@@ -35,7 +35,8 @@ class Seen:
     url: str = ""
     """Its proven address, if it was heard from lately."""
     age_s: float | None = None
-    """Seconds since its address was registered; None if it has not joined since the coordinator's start."""
+    """Seconds since its address was registered, infinite once it was proven; None if it has not joined since the
+    coordinator's start."""
     lag: int = 0
     """Steps it was behind the newest policy when it was last heard from."""
 
