@@ -135,6 +135,7 @@ class Member:
         self.policy = (0, 0)
         self.newest_step = 0
         self.done = 0
+        self.sent = 0
         self.accepted = 0
         self.rejected = 0
         self.waits_for = ""
@@ -448,7 +449,9 @@ class Member:
             await asyncio.sleep(max(0.05, self._heartbeat_s - (self._monotonic() - started)))
 
     def _beat(self) -> Heartbeat:
-        return Heartbeat(epoch=self.policy[0], step=self.policy[1], activity=self.activity[:60], done=self.done)
+        return Heartbeat(
+            epoch=self.policy[0], step=self.policy[1], activity=self.activity[:60], done=self.done, sent=self.sent
+        )
 
     async def _take(self, reply: HeartbeatReply) -> None:
         if reply.weights:

@@ -59,6 +59,7 @@ class RelayNode:
                 if self._server.store.keys:
                     self._member.policy = self._server.store.keys[-1]
                 self._member.done = self._server.server.counters.shards_sent
+                self._member.sent = self._server.server.counters.bytes_sent
                 await asyncio.wait([follow], timeout=0.5)
             follow.result()
         finally:

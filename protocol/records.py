@@ -119,6 +119,8 @@ class Heartbeat:
     activity: Word
     done: U64
     """Rollouts finished (inference), verdicts given (validator) or shards served (relay) since start."""
+    sent: U64 = 0
+    """Bytes of weights sent on (relay); 0 for other roles."""
 
 
 @record(8 * KIB)

@@ -184,6 +184,22 @@ async def test_validators_take_trusted_nodes_first_and_leave_a_tenth_to_newcomer
     desk.close()
 
 
+async def test_the_status_says_how_many_jobs_a_validator_holds_and_how_long_it_takes(tmp_path: Path) -> None:
+    desk = desk_with(tmp_path, validators=1)
+    index = desk.upload(desk.lease("node"))
+
+    def validator() -> dict:
+        nodes = desk.coordinator.status.picture("running")["nodes"]
+        return next(node for node in nodes if node["role"] == "validator")
+
+    assert (validator()["open_jobs"], validator()["verdict_s"]) == (1, None)
+    (job,) = desk.open_jobs(index)
+    desk.judging.delivered[job.job_id] = desk.judging.monotonic() - 8.0
+    await desk.judge(index)
+    assert validator()["open_jobs"] == 0 and 8.0 <= validator()["verdict_s"] < 60.0
+    desk.close()
+
+
 async def test_a_coordinator_killed_between_any_two_entries_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,8 +263,15 @@ class Judging:
             return Ack("already counted")
         self._count(member.envelope.raw, submission, job, details)
         await self.book.commit()
-        self.delivered.pop(job.job_id, None)
+        self._time(member.key, self.delivered.pop(job.job_id, None))
         return Ack("counted")
+
+    def _time(self, validator: bytes, sent: float | None) -> None:
+        session = self.members.sessions.get(validator)
+        if sent is None or session is None:
+            return
+        took = self.monotonic() - sent
+        session.verdict_s = took if session.verdict_s is None else session.verdict_s + (took - session.verdict_s) / 8
 
     def _find(self, node: NodeState, verdict: Verdict) -> tuple[SubmissionState, JobDrawn] | None:
         """The open job a verdict answers; None when it was already counted."""

@@ -52,6 +52,10 @@ class Session:
     step: int = 0
     activity: str = ""
     done: int = 0
+    sent: int = 0
+    """Bytes of weights a relay says it sent on."""
+    verdict_s: float | None = None
+    """Seconds a validator takes from a job's delivery to its verdict: a running mean of about the last eight."""
     lag: int = 0
     """Steps it was behind the newest policy when it last said what it holds."""
 
@@ -233,6 +237,7 @@ class Members:
             self._register_addresses(node.key, self._joined(node.key).addresses)
         session = self.sessions[node.key]
         session.step, session.activity, session.done = beat.step, beat.activity[:64], beat.done
+        session.sent = beat.sent
         newest = self.book.state.newest_policy
         session.lag = 0 if newest is None else max(0, newest.step - beat.step)
         return HeartbeatReply(

@@ -260,8 +260,8 @@ def _member(picture: Picture, node: Mapping[str, Any]) -> Row:
 
 
 def _sent(picture: Picture, node: Mapping[str, Any]) -> int | None:
-    if node["role"] == "relay":  # known only where its home lies in the run directory
-        return picture.sent.get(str(node["name"]))
+    if node["role"] == "relay":  # its own count where its home lies in the run directory, else what it reports
+        return picture.sent.get(str(node["name"])) or int(node.get("bytes_sent") or 0) or None
     return int(node["bytes_up"]) if node["role"] == "inference" and "bytes_up" in node else None
 
 

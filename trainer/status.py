@@ -7,7 +7,9 @@
     heartbeat_s               how often members report; three missing ones make a member quiet
     nodes[]                   key, peer_id, name, role, state, reason, step, accepted, rejected, inconclusive,
                               last_seen_s (null: not heard since `began`), activity, done, waits_for, parent (hex key
-                              of the relay it is told to pull from, or `origin`), bytes_up (of its submissions)
+                              of the relay it is told to pull from, or `origin`), bytes_up (of its submissions);
+                              relays: bytes_sent (of weights, as they say); validators: open_jobs, verdict_s (mean
+                              seconds from a job's delivery to its verdict)
     rollouts, batches, leases_open, ledger_entries, ledger_problems, http_fallbacks, host_restarts, staleness_mean
     recent_events[]           time and text
 
@@ -32,7 +34,7 @@ from protocol.state import NodeState
 from shardcast.heads import replace_file
 from trainer import waiting
 from trainer.book import Book
-from trainer.members import Members
+from trainer.members import Members, Session
 from trainer.news import News
 
 
@@ -141,7 +143,17 @@ class StatusWriter:
             "waits_for": waiting.member(self.book.state, self.book.window, node, validators),
             "parent": self._parent(node),
             "bytes_up": self._bytes_up[node.key],
+            **self._of_role(node, session),
         }
+
+    def _of_role(self, node: NodeState, session: Session | None) -> dict[str, Any]:
+        if node.role == "relay":
+            return {"bytes_sent": 0 if session is None else session.sent}
+        if node.role != "validator":
+            return {}
+        open_jobs = sum(job.validator == node.key for _, job in waiting.open_jobs(self.book.state, self.book.window))
+        took = None if session is None or session.verdict_s is None else round(session.verdict_s, 3)
+        return {"open_jobs": open_jobs, "verdict_s": took}
 
     def _parent(self, node: NodeState) -> str:
         """Whom it is told to pull from first: a relay's key in hex, `origin`, or nobody yet."""

@@ -61,7 +61,7 @@ def member(state: RunState, window: Window, node: NodeState, validators: int) ->
     if node.role == "relay":
         return "" if newest is not None else "the first weights"
     if node.role == "validator":
-        busy = any(job.validator == node.key for _, job in _open_jobs(state, window))
+        busy = any(job.validator == node.key for _, job in open_jobs(state, window))
         return "" if busy else "rollouts to check"
     if node.role != "inference" or node.open_leases:
         return ""
@@ -86,7 +86,7 @@ def names(called: Iterable[str]) -> str:
 
 def _judges(state: RunState, window: Window) -> str:
     """With whom the undecided rollouts are."""
-    drawn = {job.validator for _, job in _open_jobs(state, window)}
+    drawn = {job.validator for _, job in open_jobs(state, window)}
     return f"with {names(_called(state, drawn))}" if drawn else "without a validator to check them"
 
 
@@ -94,7 +94,7 @@ def _called(state: RunState, keys: Iterable[bytes]) -> list[str]:
     return [state.nodes[key].name or key.hex()[:8] for key in keys if key in state.nodes]
 
 
-def _open_jobs(state: RunState, window: Window) -> Iterator[tuple[SubmissionState, JobDrawn]]:
+def open_jobs(state: RunState, window: Window) -> Iterator[tuple[SubmissionState, JobDrawn]]:
     """Drawn jobs without a verdict."""
     for index in window.unjudged:
         submission = state.submissions[index]
