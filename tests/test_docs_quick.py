@@ -1,6 +1,6 @@
 """Every command block marked `quick` in the documents is typed as it stands, in the order a reader would.
 
-    ```sh quick            each line runs and must end with 0
+    ```sh quick            each line runs and must end with 0; who only asks how things are may ask again
     ```sh quick terminal   each line runs in a terminal of its own until everything is over
 
 The three quickstarts are one story: a run is made, machines are lent to it, somebody doubts it.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 STORY = ("quickstart-train.md", "quickstart-lend.md", "quickstart-doubt.md")
 _BLOCK = re.compile(r"^```sh quick( terminal)?\n(.*?)^```", re.M | re.S)
 _LINE_DEADLINE_S = 240
+_ASKS = ("node status", "node receipts", "trainer status")
+_ASK_AGAIN_S = 150.0
+"""A node that was started a moment ago has nothing to tell yet: a reader looks again."""
+
 _UNTIL_FINISHED = "--watch"
 """A line with this option waits for the run's end: it is typed last of its document, after machines were lent."""
 
@@ -34,7 +37,7 @@ def _lines(text: str) -> list[tuple[bool, str]]:
 
 def test_every_quick_block_of_the_documents_is_typed_somewhere() -> None:
     marked = {path.name for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")] if _lines(path.read_text())}
-    assert marked <= {*STORY, "README.md"}
+    assert marked == {*STORY}
 
 
 class Desk:
@@ -61,10 +64,15 @@ class Desk:
         time.sleep(0.5)  # a person needs longer to type the next one
 
     def type(self, line: str) -> str:
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=_LINE_DEADLINE_S,
-        )  # fmt: skip
+        end = time.monotonic() + (_ASK_AGAIN_S if line.startswith(_ASKS) else 0.0)
+        while True:
+            done = subprocess.run(
+                ["bash", "-c", line], cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, timeout=_LINE_DEADLINE_S,
+            )  # fmt: skip
+            if done.returncode == 0 or time.monotonic() > end:
+                break
+            time.sleep(2.0)
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{self.logs()}"
         return done.stdout
 
@@ -106,9 +114,3 @@ def test_the_three_quickstarts_can_be_typed_as_they_stand(tmp_path: Path) -> Non
     finally:
         stuck = desk.close()
     assert not stuck, f"Ctrl-C did not end: {stuck}"
-
-
-@pytest.mark.parametrize("line", [line for _, line in _lines((ROOT / "README.md").read_text())])
-def test_quick_commands_of_the_readme(line: str, tmp_path: Path) -> None:
-    assert shlex.split(line)
-    assert Desk(tmp_path).type(line)
