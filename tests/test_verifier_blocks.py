@@ -9,7 +9,7 @@ import torch
 from environments.registry import make
 from protocol.records import ACCEPT, REJECT
 from tests.judge_rig import make_rig, random_policy, reasons, tokens_of, words
-from verifier import blocks, toploc
+from verifier import blocks, fused, toploc
 from verifier.blocks import states_in_blocks
 
 CAP = 150
@@ -27,17 +27,27 @@ def small(monkeypatch):
 
 
 class Counted:
-    """Counts the positions a model is asked for, padding included."""
+    """Counts the columns of new tokens that the model is run over, padding included."""
 
-    def __init__(self, policy, monkeypatch):
-        self.positions = 0
-        inner = policy.model.model.forward
+    def __init__(self, monkeypatch, fail_at=0):
+        self.columns = self.calls = 0
+        start = fused.start
 
-        def forward(*args, **kwargs):
-            self.positions += kwargs["input_ids"].numel()
-            return inner(*args, **kwargs)
+        def counting(model, columns):
+            going = start(model, columns)
+            inner = going.run
 
-        monkeypatch.setattr(policy.model.model, "forward", forward)
+            def run(ids_BL, positions_BL, real_BC):
+                self.calls += 1
+                self.columns += ids_BL.numel()
+                if self.calls == fail_at:
+                    raise RuntimeError("out of memory")
+                return inner(ids_BL, positions_BL, real_BC)
+
+            going.run = run
+            return going
+
+        monkeypatch.setattr(fused, "start", counting)
 
 
 def sequences_of(rig, counts):
@@ -63,19 +73,17 @@ def test_blocks_hold_the_states_of_one_pass(rig, small, tmp_path, architecture):
         again = torch.cat(parts[i])
         assert again.shape == states_NH.shape
         assert torch.allclose(again, states_NH, atol=2e-5), "the same but for rounding"
-    numbers = [len(parts[i]) for i in range(len(SHAPES))]
-    assert numbers[0] == 3 and numbers[6] == 3, "one batch's first block reaches 32 tokens behind the longest prompt"
-    assert [numbers[i] for i, (_, count) in enumerate(SHAPES) if count <= 32] == [1, 1]
+    assert [len(parts[i]) for i in range(len(SHAPES))] == [4, 2, 1, 2, 1, 3, 3, 2]
 
 
 def test_a_rollout_that_no_longer_stands_is_read_no_further(rig, small, monkeypatch):
     sequences = sequences_of(rig, SHAPES)
-    counted = Counted(rig.policy, monkeypatch)
+    counted = Counted(monkeypatch)
     everything = [i for pieces in states_in_blocks(rig.policy, sequences, lambda i: True) for i, _, _ in pieces]
-    honest, counted.positions = counted.positions, 0
+    honest, counted.columns = counted.columns, 0
     seen = [i for pieces in states_in_blocks(rig.policy, sequences, lambda i: i == 0) for i, _, _ in pieces]
-    assert [seen.count(i) for i in range(8)] == [everything.count(0)] + [1] * 7 and everything.count(0) == 3
-    assert counted.positions < honest * 0.8
+    assert [seen.count(i) for i in range(8)] == [everything.count(0)] + [1] * 7 and everything.count(0) == 4
+    assert counted.columns < honest * 0.8
     # the one that goes on alone gets the states it would have had beside the others
     alone = [s for pieces in states_in_blocks(rig.policy, sequences, lambda i: i == 0) for i, _, s in pieces if i == 0]
     (whole,) = [s for batch in rig.policy.states(sequences[:1]) for _, s in batch]
@@ -110,11 +118,11 @@ def garbage(rig, seed=0):
 
 
 def test_garbage_of_any_length_costs_one_block(rig, small, monkeypatch):
-    counted = Counted(rig.policy, monkeypatch)
+    counted = Counted(monkeypatch)
     judged = rig.judge(garbage(rig))
     assert set(reasons(judged)) == {"proof-mismatch"}
     longest = max(len(rig.policy.tokenizer.encode(rig.environment.task(t).prompt).ids) for t in rig.lease.tasks)
-    assert counted.positions <= len(judged.outcomes) * (longest + 32)
+    assert counted.columns <= len(judged.outcomes) * (longest + 32)
     for detail in judged.details:
         numbers = {n.name: n.value for n in detail.numbers}
         assert numbers["tokens_read"] == 32 and numbers["chunk_at"] == 0 and detail.logprobs == b""
@@ -139,18 +147,9 @@ def test_one_edited_token_is_found_in_its_block_and_the_rest_is_not_read(rig, sm
 
 def test_a_fault_of_the_model_decides_only_what_was_not_read(rig, small, monkeypatch):
     """Memory runs out in the second block: what failed in the first is rejected, the rest is undecided."""
-    inner = rig.policy.model.model.forward
-    calls = []
-
-    def forward(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("out of memory")
-        return inner(*args, **kwargs)
-
     rollouts = list(rig.honest.rollouts)
     rollouts[0] = garbage(rig).rollouts[0]
-    monkeypatch.setattr(rig.policy.model.model, "forward", forward)
+    Counted(monkeypatch, fail_at=3)  # the prompts, the first block, then this
     judged = rig.judge(dataclasses.replace(rig.honest, rollouts=tuple(rollouts)))
     assert judged.outcomes[0].outcome == REJECT and judged.outcomes[0].reason == "proof-mismatch"
     assert "validator-failed" in reasons(judged)[1:] and set(reasons(judged)[1:]) <= {"validator-failed", "holds"}

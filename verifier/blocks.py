@@ -7,24 +7,21 @@ from the batch. Garbage of any length then costs one block. Each block reads as 
 turns bad later costs at most twice what was good, and a long honest rollout is few blocks. Shorter rollouts are read at
 once.
 
-All rows of a batch stand at the same position, so no padding lies between a row's tokens: a block's states are those
-of one pass over everything, but for rounding far below the thresholds.
+A rollout's states are those of one pass over everything, but for rounding far below the thresholds.
 
-Not covered: what the checks are (`checks`), logits (`model`).
+Not covered: what the checks are (`checks`), the forward pass (`fused`), logits (`model`).
 
-Shape suffixes: B batch, T tokens of one block, N sampled tokens of one rollout in it, H hidden.
+Shape suffixes: B rows, L new columns, C columns so far, N sampled tokens of one rollout in a block, H hidden.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
+from verifier import fused
 from verifier.model import PolicyModel, Sampled
 
 BLOCK = 256
@@ -80,60 +77,32 @@ def _read(
     policy: PolicyModel, sequences: Sequence[Sampled], members: list[int], stands: Callable[[int], bool]
 ) -> Iterator[list[Piece]]:
     """One batch from its first block to its last, or until nobody stands."""
-    cache = transformers.DynamicCache(config=policy.model.config)
-    done = dict.fromkeys(members, 0)
-    """Sampled tokens of each rollout that were handed out."""
-    held: dict[int, torch.Tensor] = {}
-    """States behind the last whole proof chunk, kept for the next block."""
-    base, width = max(len(sequences[i][0]) for i in members) - 1, BLOCK
-    start, end = 0, base + width
+    prompts = fused.Prompts.of([tuple(int(token) for token in sequences[i][0]) for i in members])
+    longest = max(len(sequences[i][1]) for i in members)
+    going = fused.start(policy.model, prompts.ids_BL.shape[1] + longest - 1)
+    first_B1H = going.run(prompts.ids_BL, prompts.positions_BL, prompts.real_BL)[:, -1:][prompts.rows]
+    going.select(prompts.rows)
+    begins_B1 = prompts.positions_BL[prompts.rows, -1:] + 1
+    real_BC = None if prompts.real_BL is None else prompts.real_BL[prompts.rows]
+    at, width = 0, BLOCK
     while members:
-        states_BTH = _forward(policy, cache, sequences, members, start, end)
-        pieces: list[Piece] = []
+        # A token was drawn from the state of the token before it, the first one from the prompt's last.
+        end = min(at + width, max(len(sequences[i][1]) for i in members))
+        since = max(0, at - 1)
+        ids_BL = np.zeros((len(members), end - 1 - since), dtype=np.int64)
         for row, i in enumerate(members):
-            prompt, tokens = sequences[i]
-            first, last = len(prompt) - 1, len(prompt) + len(tokens) - 1  # positions whose states produced a token
-            fresh_NH = states_BTH[row, max(0, first - start) : last - start]
-            states_NH = torch.cat([held.pop(i), fresh_NH]) if i in held else fresh_NH
-            whole = len(states_NH) if end >= last else len(states_NH) // 32 * 32
-            if whole < len(states_NH):
-                held[i] = states_NH[whole:].clone()
-            pieces.append((i, done[i], states_NH[:whole]))
-            done[i] += whole
-        yield pieces
-        kept = [row for row, i in enumerate(members) if done[i] < len(sequences[i][1]) and stands(i)]
+            tokens = sequences[i][1][since : end - 1]
+            ids_BL[row, : len(tokens)] = tokens
+        if real_BC is not None:
+            real_BC = torch.cat([real_BC, real_BC.new_ones(ids_BL.shape)], dim=1)
+        states_BLH = going.run(torch.from_numpy(ids_BL), begins_B1 + torch.arange(since, end - 1), real_BC)
+        if at == 0:
+            states_BLH = torch.cat([first_B1H, states_BLH], dim=1)
+        yield [(i, at, states_BLH[row, : len(sequences[i][1]) - at]) for row, i in enumerate(members)]
+        kept = [row for row, i in enumerate(members) if end < len(sequences[i][1]) and stands(i)]
         if len(kept) < len(members):
             members = [members[row] for row in kept]
-            if members:
-                with torch.inference_mode():
-                    cache.batch_select_indices(torch.tensor(kept))
-        width *= 2
-        start, end = end, base + width
-
-
-@torch.inference_mode()
-def _forward(
-    policy: PolicyModel,
-    cache: transformers.DynamicCache,
-    sequences: Sequence[Sampled],
-    members: list[int],
-    start: int,
-    end: int,
-) -> torch.Tensor:
-    """Final-norm states [B, T, H] of positions `start` to `end`, padded on the right where a rollout is over."""
-    end = min(end, max(len(sequences[i][0]) + len(sequences[i][1]) - 1 for i in members))
-    ids_BT = np.zeros((len(members), end - start), dtype=np.int64)
-    for row, i in enumerate(members):
-        prompt, tokens = sequences[i]
-        ids = np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(tokens, dtype=np.int64)[:-1]])[start:end]
-        ids_BT[row, : len(ids)] = ids
-    kept = {_cache_argument(policy.model.model): cache}
-    states_BTH: torch.Tensor = policy.model.model(
-        input_ids=torch.from_numpy(ids_BT), use_cache=True, **kept
-    ).last_hidden_state
-    return states_BTH
-
-
-def _cache_argument(model: Any) -> str:
-    """The name Transformers gives the cache argument: `cache`, before 5.20 or so `past_key_values`."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+            going.select(torch.tensor(kept, dtype=torch.long))
+            begins_B1 = begins_B1[kept]
+            real_BC = None if real_BC is None else real_BC[kept]
+        at, width = end, end
