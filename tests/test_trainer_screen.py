@@ -218,6 +218,12 @@ def test_the_learner_learns_or_waits() -> None:
     assert row(picture(batches=60), "learner").doing[0] == "waits for batch 60"
 
 
+def test_a_validator_that_is_behind_says_by_how_much() -> None:
+    busy = node("v", "validator", activity="judging 32 rollouts", open_jobs=4, verdict_s=1.25)
+    assert row(picture(nodes=[busy]), "v").doing[0] == "judging 32 rollouts; 3 more to do, 1.2 s each"
+    assert row(picture(nodes=[busy | {"open_jobs": 1}]), "v").doing[0] == "judging 32 rollouts"
+
+
 # --- what happens, and what is waited for -------------------------------------------------------------------------
 
 

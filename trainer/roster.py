@@ -269,6 +269,10 @@ def _activity(node: Mapping[str, Any]) -> tuple[str, ...]:
     """What it waits for, where the coordinator knows that it does; else what it last said it does."""
     waits = printable(str(node.get("waits_for") or ""))
     activity = printable(str(node.get("activity") or ""))
+    queue, took = int(node.get("open_jobs") or 0), node.get("verdict_s")
+    if queue > 1 and activity.startswith("judging"):
+        pace = f", {float(took):.1f} s each" if took is not None else ""
+        return f"{activity}; {queue - 1} more to do{pace}", f"{activity}; {queue - 1} more", activity, "judging"
     if waits and (not activity or activity.startswith(("waiting", "starting"))):
         return f"waits for {waits}", f"waits: {waits}", waits
     return activity, activity.split(" ")[0]
