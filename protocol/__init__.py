@@ -3,6 +3,7 @@
 Identity, signed envelopes, wire records and their bounds, the Merkle ledger and the pure fold over it, the
 libp2p host process and the records an engine speaks. It imports no torch and nothing from the other packages.
 
-Read in this order: `limits`, `codec`, `records`, `identity`, `envelope`, `manifest`, `ledger`, `state`, `host`.
+Read in this order: `limits`, `codec`, `records`, `identity`, `envelope`, `manifest`, `chain`, `ledger`, `state` (with
+`state_types`, `decision`, `draws`, `batch_rules`, `evidence`), `host`.
 The written specification is `docs/protocol.md`.
 """

@@ -11,6 +11,7 @@ from protocol.envelope import parse
 from protocol.errors import ReasonCode
 from protocol.records import ACCEPT, REJECT, DrawsOpened, DropEvidence, JobDrawn, Verdict
 from protocol.segments import SealedEntry
+from shardcast.records import Head
 from tests.archive_builder import Chain, build_archive, identity, reseal, rewrite
 from verifier import cli
 from verifier.archive import RunArchive
@@ -278,6 +279,20 @@ def test_evidence_that_does_not_follow_is_named(changed, tmp_path):
     report = audit(copy, FILES_ONLY)
     assert [(f.record, f.reason) for f in report.failures] == [(f"ledger/{sealed.index}", ReasonCode.VERDICT_WRONG)]
     assert "says 5 lost, 5 returned" in report.failures[0].message
+
+
+def test_weights_signed_by_a_rotated_origin_hold(tmp_path):
+    """The origin signs its newest head again with its next key; what it published before stays as it is."""
+
+    def rotate(builder):
+        builder.chain.update(rotate={"origin": "origin-2"})
+        path = builder.root / "published" / "HEAD.hw"
+        held = parse(path.read_bytes())
+        path.write_bytes(builder.chain.sealed("origin-2", held.kind, held.record(Head)))
+
+    built = build_archive(tmp_path / "built", steps=1, before_end=rotate)
+    report = audit(copied(built, tmp_path), FILES_ONLY)
+    assert report.exit_code == 0 and report.failures == []
 
 
 def test_what_a_revoked_key_signed_before_its_revocation_is_named(tmp_path):

@@ -5,7 +5,8 @@
     philox       the generator behind the noise                   logprobs     the one log-probability
     model        policies: loading and prefill                    thresholds   where honest noise ends
     calibrate    measuring honest noise through an engine         errors       the error tree
-    audit, archive, explain, cli   a run's archive, checked from its files alone
+    blocks       reading long rollouts no further than needed     drops        does a key keep back what did badly
+    audit, archive, draws, batches, report, explain, cli   a run's archive, checked from its files alone
 
 Importing this package imports none of them.
 """

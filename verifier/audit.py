@@ -180,7 +180,7 @@ class Auditor:
     def check_weights(self) -> None:
         """Every publication, and that the ledger announced exactly these roots."""
         try:
-            self._published = open_published(self.archive.root, self.archive.run)
+            self._published = open_published(self.archive.root, self.archive.chain.current)
             self.report.publications = len(self._published.publications)
             for problem in self._published.problems():
                 self.report.fail(problem.record, problem.reason, problem.message)
