@@ -218,6 +218,14 @@ def test_the_learner_learns_or_waits() -> None:
     assert row(picture(batches=60), "learner").doing[0] == "waits for batch 60"
 
 
+def test_bytes_down_count_every_relay_and_bytes_up_every_node() -> None:
+    shown = picture(cheats=0)
+    shown.sent = {"origin": 400_000_000, "relay-1": 800_000_000}  # its own count where it is known
+    shown.status["nodes"][0] |= {"bytes_sent": 1}
+    shown.status["nodes"][1] |= {"bytes_sent": 2_000_000_000}
+    assert "sent: weights 3.2 GB, rollouts 2.4 MB" in text_of(shown, 100, 30)
+
+
 def test_a_validator_that_is_behind_says_by_how_much() -> None:
     busy = node("v", "validator", activity="judging 32 rollouts", open_jobs=4, verdict_s=1.25)
     assert row(picture(nodes=[busy]), "v").doing[0] == "judging 32 rollouts; 3 more to do, 1.2 s each"

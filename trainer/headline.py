@@ -27,7 +27,7 @@ def head(picture: Picture, found: Sequence[Row], width: int) -> list[Line]:
     if waited != ("",):
         lines.append(_fact("waits for", waited, width))
     if picture.status:
-        lines.append(_fact("rollouts", _counts(picture), width))
+        lines.append(_fact("rollouts", _counts(picture, found), width))
     return lines
 
 
@@ -121,13 +121,12 @@ def _fact(label: str, alternatives: Iterable[str], width: int, style: str = "") 
     return [(f"{label:<{_LABEL_CELLS}}", "dim"), (fit(alternatives, width - _LABEL_CELLS), style)]
 
 
-def _counts(picture: Picture) -> tuple[str, ...]:
+def _counts(picture: Picture, found: Sequence[Row]) -> tuple[str, ...]:
     """Rollouts by outcome, bytes both ways."""
     rollouts = picture.status.get("rollouts", {})
     kinds = [("accepted", "accepted"), ("rejected", "rejected"), ("pending", "open"), ("inconclusive", "undecided")]
     told = [f"{rollouts.get(key, 0)} {word}" for key, word in kinds if rollouts.get(key, 0) or key != "inconclusive"]
-    down = sum(picture.sent.values())
-    up = sum(int(node.get("bytes_up") or 0) for node in picture.status.get("nodes", []))
+    down, up = traffic(found)
     sizes = [text for text in (f"weights {size(down)}" * bool(down), f"rollouts {size(up)}" * bool(up)) if text]
     return (
         "; ".join([", ".join(told), *(["sent: " + ", ".join(sizes)] if sizes else [])]),
@@ -135,6 +134,12 @@ def _counts(picture: Picture) -> tuple[str, ...]:
         ", ".join(told),
         ", ".join(told[:2]),
     )
+
+
+def traffic(found: Sequence[Row]) -> tuple[int, int]:
+    """Bytes of weights sent down by the origin and all relays, and of rollouts sent up."""
+    down = sum(row.sent or 0 for row in found if row.role in ("origin", "relay"))
+    return down, sum(row.sent or 0 for row in found if row.role == "inference")
 
 
 def reward(picture: Picture, width: int, height: int) -> list[Line]:

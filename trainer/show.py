@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from trainer.ending import display_path
-from trainer.headline import doing, waits
+from trainer.headline import doing, traffic, waits
 from trainer.picture import Picture, take_picture
 from trainer.roster import over, rows, tree
 from trainer.screen import screen
@@ -60,7 +60,8 @@ def as_object(picture: Picture) -> dict[str, Any]:
         "learned": picture.step,
         "reward": picture.reward,
         "seconds_left": picture.seconds_left,
-        "bytes_down": sum(picture.sent.values()),
+        "bytes_down": traffic(found)[0],
+        "bytes_up": traffic(found)[1],
         "processes": [
             {**{name: value for name, value in asdict(row).items() if name in keep}, "doing": row.doing[0]}
             for row in tree(found)
