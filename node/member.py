@@ -32,6 +32,7 @@ from node.errors import (
 from node.heads import HeadKeeper
 from node.log import EventLog
 from node.manifest import HeldManifest
+from node.parents import Parents
 from node.status import StatusFile
 from protocol.commands import os_error_in_words
 from protocol.control import Clock, ControlClient
@@ -41,8 +42,7 @@ from protocol.identity import Identity
 from protocol.ledger import TREE_KIND
 from protocol.limits import PROTOCOL_VERSION, REQUEST_DEADLINE_S
 from protocol.manifest import Run
-from protocol.records import NO_HASH, Ack, Heartbeat, HeartbeatReply, JoinReply, JoinRequest, RelayReport, TreeHead
-from shardcast.passes import Parent, open_passes, parents_of
+from protocol.records import NO_HASH, Heartbeat, HeartbeatReply, JoinReply, JoinRequest, TreeHead
 from trainer.news import in_words
 
 R = TypeVar("R")
@@ -75,9 +75,6 @@ CLOCK_WARN_MS = 60_000
 EVER = 2**64 - 1
 """A ledger index after every entry: whoever is revoked from any index on is revoked here."""
 
-MAX_REPORTS = 4
-"""Reports about relays on their way at once; a relay that lies about every shard needs no more to be named."""
-
 UPGRADE_COMMAND = "git pull && make install"
 
 
@@ -91,7 +88,7 @@ class Member:
 
     Attributes:
         state: `probation`, `active`, `paused` or `suspended`, as the coordinator last said.
-        weights: URLs to pull weights from, best first; replaced as the coordinator plans.
+        parents: whom to pull weights from.
         ingress: URL for submissions and jobs.
         policy: (epoch, step) of the newest policy held; the role sets it.
         done: what heartbeats report; the role sets it.
@@ -127,10 +124,8 @@ class Member:
         self.come_back = come_back
         self.state = "joining"
         self.reason = ""
-        self.weights: list[str] = []
-        self._passes: tuple[bytes, ...] = ()
-        self._parents: list[Parent] = []
-        self._reports: set[asyncio.Task[None]] = set()
+        self.parents = Parents(identity.public, control, log)
+        self.sources, self.report = self.parents.sources, self.parents.report
         self.ingress = self.run.manifest.ingress[0] if self.run.manifest.ingress else ""
         self.policy = (0, 0)
         self.newest_step = 0
@@ -174,35 +169,10 @@ class Member:
         if words != self._activity:
             self._activity, self._since, self.waits_for = words, self._monotonic(), ""
 
-    def sources(self) -> list[Parent]:
-        """Whom to pull weights from now, best first, each with the pass that lets us."""
-        return list(self._parents)
-
-    def _take_weights(self, urls: tuple[str, ...], passes: tuple[bytes, ...]) -> None:
-        """Note whom to pull from. Passes are opened once, not at every heartbeat that repeats them."""
-        if (list(urls), passes) == (self.weights, self._passes):
-            return
-        self.weights, self._passes = list(urls), passes
-        try:
-            self._parents = open_passes(self.run, self.identity.public, passes) if passes else parents_of(urls)
-        except ProtocolError as exc:  # those we had may still hold
-            self.log.event("weights.invalid", level="warning", code=exc.code.value, reason=str(exc))
-
-    def report(self, report: RelayReport) -> None:
-        """Tell the coordinator of a relay that sent wrong bytes, beside everything else; returns at once."""
-        self.log.event(
-            "relay.wrong", level="warning", relay=report.relay, proof=bool(report.stamp), reason=report.detail
-        )
-        if len(self._reports) < MAX_REPORTS:
-            task = asyncio.create_task(self._send_report(report))
-            self._reports.add(task)
-            task.add_done_callback(self._reports.discard)
-
-    async def _send_report(self, report: RelayReport) -> None:
-        try:
-            await self.control.call("relay.report", report, Ack)
-        except ProtocolError as exc:
-            self.log.event("relay.report.refused", level="warning", code=exc.code.value, reason=str(exc))
+    @property
+    def weights(self) -> list[str]:
+        """URLs to pull weights from, best first; replaced as the coordinator plans."""
+        return self.parents.urls
 
     # --- joining --------------------------------------------------------------------------------------------------
 
@@ -251,7 +221,7 @@ class Member:
             self._joined_at = self._monotonic()
         self._warn_about_clock(reply.time)
         self._note_back("join")
-        self._take_weights(reply.weights, reply.passes)
+        self.parents.take(self.run, reply.weights, reply.passes)
         self.ingress = reply.ingress or self.ingress
         self._heartbeat_s = max(0.1, reply.heartbeat_ms / 1000)
         self.log.event(
@@ -455,7 +425,7 @@ class Member:
 
     async def _take(self, reply: HeartbeatReply) -> None:
         if reply.weights:
-            self._take_weights(reply.weights, reply.passes)
+            self.parents.take(self.run, reply.weights, reply.passes)
         self.newest_step = reply.step
         self.accepted, self.rejected = reply.accepted, reply.rejected
         self._told_waits_for = reply.waits_for
