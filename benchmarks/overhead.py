@@ -107,8 +107,10 @@ def bare_loop(run_dir: Path, steps: int, threads: int) -> Bare:
     from trainer import config, sft
     from trainer.learner import DTYPES
     from trainer.update import Policy
+    from verifier.allocator import keep_freed_memory
     from verifier.model import load_policy
 
+    keep_freed_memory()
     torch.set_num_threads(threads)
     settings = config.load(run_dir)
     opened = open_manifest((run_dir / "manifest.hw").read_bytes())

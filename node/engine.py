@@ -296,6 +296,9 @@ def serve(args: argparse.Namespace, backend: Callable[[], Backend]) -> int:
     gc.disable()  # half a million objects of the imports stay: looking for garbage among them is a sixth of the start
     import torch
 
+    from verifier.allocator import keep_freed_memory
+
+    keep_freed_memory()
     torch.set_num_threads(max(1, args.threads))
     torch.set_num_interop_threads(1)
     try:

@@ -42,6 +42,7 @@ from protocol.records import (
     Verdict,
 )
 from shardcast.puller import Policy, Puller
+from verifier.allocator import keep_freed_memory
 from verifier.judge import Judgement, judge_upload
 from verifier.model import PolicyModel, load_policy
 
@@ -100,6 +101,7 @@ class ValidatorNode(Worker[Assignment]):
 
     async def run(self) -> None:
         """Work until cancelled. Raises LeavingError when the coordinator ends it."""
+        keep_freed_memory()
         torch.set_num_threads(max(1, self._threads))
         await self.work()
 

@@ -41,6 +41,7 @@ from trainer.errors import TrainerError
 from trainer.incoming import Door, batch_path, read_batch
 from trainer.metrics import MetricsFile
 from trainer.update import Policy
+from verifier.allocator import keep_freed_memory
 from verifier.model import PolicyModel, load_policy
 from verifier.progress import Tell, bar
 
@@ -127,6 +128,7 @@ def train(learner: Learner, tell: Tell) -> None:
 
 def prepare(config: RunConfig, stopping: threading.Event, say: Say) -> Learner:
     """Load the run's manifest and base model, and open the files to write."""
+    keep_freed_memory()
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.learner.seed)
     run = read_run(config.run_dir)
