@@ -33,4 +33,4 @@ def faults(*words: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
-    assert faults("keep") < 1_000 < 10_000 < faults()
+    assert 4 * faults("keep") < faults()
