@@ -43,6 +43,9 @@ from trainer import config
 from trainer.coordinator import Coordinator
 from trainer.init import make_run
 from trainer.members import Session
+from verifier.archive import RunArchive
+from verifier.draws import Draws
+from verifier.report import Report
 
 Rewards = Callable[[int], float]
 """Rollout -> the reward the validator found."""
@@ -69,6 +72,11 @@ class Desk:
         for role in ("validator", "relay"):
             self.book.grant(role, self.coordinator.config.grants.keys(role))
         self.judging.drawing.keep_in_step()
+
+    async def audit_draws(self) -> list[str]:
+        await self.book.commit()
+        self.book.seal(self.run_dir / "ledger")
+        return wrong_draws(self.run_dir)
 
     def close(self) -> None:
         self.book.close()
@@ -156,3 +164,11 @@ class Desk:
 
     def news(self) -> str:
         return "\n".join(str(event["text"]) for event in self.coordinator.news.events)
+
+
+def wrong_draws(run_dir: Path) -> list[str]:
+    """What an auditor finds wrong with the draws of a sealed ledger."""
+    draws, report = Draws(), Report()
+    draws.fold(RunArchive.open(run_dir))
+    draws.check(report)
+    return [str(failure) for failure in report.failures]

@@ -15,6 +15,7 @@ from protocol.errors import ProtocolError, ReasonCode
 from protocol.records import Batch
 from protocol.segments import read_segments
 from protocol.state import RunState, fold
+from tests.coordinator_desk import wrong_draws
 from tests.scripted_swarm import Actor, Swarm, rejecting
 
 
@@ -49,8 +50,9 @@ def sealed_state(swarm: Swarm) -> RunState:
 
 
 def check_archive(swarm: Swarm, steps: int) -> RunState:
-    """Every batch is there, names accepted rollouts only, and nothing is in two of them."""
+    """Every batch is there, names accepted rollouts only, nothing is in two of them, and every draw holds."""
     state = sealed_state(swarm)
+    assert wrong_draws(swarm.run_dir) == [] and all(period.secret is not None for period in state.periods)
     seen: set[tuple[int, int]] = set()
     for step in range(steps):
         batch = codec.decode(Batch, swarm.batch(step).read_bytes())
@@ -61,7 +63,7 @@ def check_archive(swarm: Swarm, steps: int) -> RunState:
         for rollout in batch.rollouts:
             submission = state.submissions[rollout.submission]
             assert submission.outcomes[rollout.rollout].status == "accepted"
-            assert submission.verdict_index == rollout.verdict
+            assert submission.outcomes[rollout.rollout].verdict == rollout.verdict
             assert step - state.leases[submission.lease_id].lease.step <= swarm.run.manifest.leases.max_staleness
     return state
 
