@@ -281,7 +281,8 @@ class Coordinator:
         try:
             await self.book.commit()
             self.book.seal(self.run_dir / "ledger")
-            self.status.write(self.phase if self.phase == "finished" else "stopped")
+            ended = "starting" if self.restart else "stopped"  # a restart in place is no end of the run
+            self.status.write(self.phase if self.phase == "finished" else ended)
         finally:
             self.book.close()
             self.book.log.close()
