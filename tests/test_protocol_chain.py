@@ -20,7 +20,7 @@ from protocol.chain import (
 from protocol.envelope import seal
 from protocol.errors import ManifestError, ReasonCode
 from protocol.manifest import MANIFEST_KIND, open_manifest, run_id_of
-from tests.archive_builder import START_MS, identity, make_manifest
+from tests.ledger_builder import START_MS, identity, make_manifest
 
 MANIFEST = make_manifest()
 GENESIS = seal(

@@ -22,7 +22,7 @@ from protocol.merkle import MerkleLog, leaf_hash
 from protocol.records import LeaseClosed, LedgerEntry, TreeHead
 from protocol.segments import pack_segment, read_segments, seal_missing, segment_name
 from protocol.sequences import Sequences
-from tests.archive_builder import START_MS, Chain, identity, make_manifest
+from tests.ledger_builder import START_MS, Chain, identity, make_manifest
 
 
 class Clocks:

@@ -10,7 +10,7 @@ from protocol.envelope import seal
 from protocol.errors import ManifestError
 from protocol.limits import MAX_MODEL_FILE_BYTES
 from protocol.manifest import MANIFEST_KIND, ModelFile, open_manifest, run_id_of
-from tests.archive_builder import START_MS, identity, make_manifest
+from tests.ledger_builder import START_MS, identity, make_manifest
 
 
 def signed(*files: ModelFile) -> bytes:

@@ -25,7 +25,7 @@ from protocol.records import (
 from protocol.state import ACCEPTED, DISCARDED, PENDING, REJECTED, UNDECIDED, RolloutOutcome, SubmissionState, fold
 from protocol.state_types import VerdictState
 from shardcast.records import ShardRecord
-from tests.archive_builder import Chain, identity, make_manifest
+from tests.ledger_builder import Chain, identity, make_manifest
 
 A, R, I = ACCEPT, REJECT, INCONCLUSIVE  # noqa: E741
 VALIDATORS = ("val", "vic", "vin")

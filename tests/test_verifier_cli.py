@@ -11,7 +11,7 @@ from protocol.identity import Identity
 from protocol.ledger import Ledger
 from protocol.segments import seal_missing
 from protocol.sequences import Sequences
-from tests.archive_builder import START_MS, Chain, identity
+from tests.ledger_builder import START_MS, Chain, identity
 from verifier import cli
 from verifier.explain import EXPLANATIONS, explain
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protocol.evidence import DROP_LOG_E
 from protocol.records import ACCEPT
 from protocol.state import fold
-from tests.archive_builder import Chain, identity, make_manifest
+from tests.ledger_builder import Chain, identity, make_manifest
 from verifier.drops import BLOCK, DropTest, LeaseOutcome, drop_evidence, drop_result, lease_outcomes
 
 

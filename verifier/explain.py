@@ -92,10 +92,13 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Send your `node id` to the run's operator.",
     ),
     ReasonCode.SUSPENDED: Explanation(
-        "Two validators, drawn independently, found the same fault in this node's work. It gets no more leases.",
-        "The ledger names both verdicts; anybody can repeat them offline.",
-        "Run `verifier audit` on the archive with your rollout's id and read which check failed. Use the exact "
-        "weights, dtype and sampling the manifest names; then join with a new identity, or ask the operator.",
+        "Trust in this key has ended: two validators, drawn independently, found the same fault in its work, or the "
+        "ledger holds other proof (results kept back, a relay's false stamp, a key that the root withdrew). It gets no "
+        "more leases.",
+        "The ledger names the verdicts or the proof; anybody can repeat them offline.",
+        "`node status` names the reason; `verifier explain` says what it means. For a verdict, run `verifier audit` on "
+        "the archive with your rollout's id and read which check failed. Use the exact weights, dtype and sampling the "
+        "manifest names; then join with a new identity, or ask the operator.",
     ),
     ReasonCode.UNKNOWN_LEASE: Explanation(
         "No lease has this id.",
