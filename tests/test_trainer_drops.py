@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer.drops
 from protocol import codec
 from protocol.records import DropEvidence, Lease
 from tests.coordinator_desk import Desk
@@ -85,3 +86,28 @@ async def test_who_loses_leases_at_random_is_left_alone(tmp_path: Path, monkeypa
     assert run.desk.state.nodes[actor_identity("node").public].state == "active"
     assert run.desk.book.window.losses[actor_identity("node").public] > 10
     run.desk.close()
+
+
+async def test_nobody_is_suspended_while_a_lease_it_lost_is_on_its_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Lossy(tmp_path, monkeypatch)
+    monkeypatch.setattr(trainer.drops, "DROP_LOG_E", 1e9)
+    for name in ("node", "other-0", "other-1"):
+        await run.answer(run.desk.lease(name))
+    for _ in range(60):
+        assert await run.round(chooses=True)
+    monkeypatch.undo()
+    desk = run.desk
+    node = desk.state.nodes[actor_identity("node").public]
+    lease = desk.lease("node")
+    desk.lose(lease)
+    desk.judging.drops._due.add(node.key)
+    desk.judging.drops.monotonic = lambda: 1e9  # however long it took last
+    assert not desk.judging.drops.run() and node.state == "active"
+    again = desk.lease("other-0")
+    assert again.nonce == lease.nonce
+    await run.answer(again)
+    desk.tick()
+    assert (node.state, node.reason) == ("suspended", "dropped-results")
+    desk.close()

@@ -79,12 +79,14 @@ class Drops:
         """Test who is due; True when evidence was entered. Costs nothing while nobody loses leases."""
         losses, state = self.book.window.losses, self.book.state
         self._due = {key for key in self._due if losses[key] >= FEWEST_LOST and state.nodes[key].state != "suspended"}
-        if not self._due or self.monotonic() < self._not_before or state.finished is not None:
+        # What a node lost last is about to be done again: by the time it is suspended, all it kept back is known.
+        ready = self._due - {lost.owner for lost in self.book.window.lost.values()}
+        if not ready or self.monotonic() < self._not_before or state.finished is not None:
             return False
         begun, found = self.monotonic(), False
-        for key in sorted(self._due):
+        for key in sorted(ready):
             found = self._test(state.nodes[key]) or found
-        self._due.clear()
+        self._due -= ready
         done = self.monotonic()
         self._not_before = done + IDLE_SHARE * (done - begun)
         return found

@@ -4,7 +4,7 @@
     dishonest   those that don't             caught      those of them that validators rejected
 
 For a kind whose dishonesty is what it doesn't send, `dishonest` are the rollouts it withheld on purpose, and `caught`
-those that another node returned under the same nonce by the time the first was suspended.
+those that by the time it was suspended were with another node under the same nonce, and came back from there.
 
 Not covered: the rest of the summary (`trainer.summary`); whether verdicts are right (`verifier audit`).
 """
@@ -60,17 +60,18 @@ def fate(run_dir: Path, state: RunState, kind: str, key: bytes, log: Path) -> di
 
 
 def _add_withheld(found: dict[str, Any], state: RunState, key: bytes, truth: dict[str, bool]) -> None:
-    """Rollouts withheld on purpose are `dishonest`; those another node returned under the same nonce are `caught`.
+    """Rollouts withheld on purpose are `dishonest`; those done again by another node are `caught`.
 
-    Caught means attributed: the node is suspended, and what the withheld lease was worth was known by then.
+    Caught means attributed: the node is suspended, the same nonce was with somebody else by then, and a validator
+    accepted what came back.
     """
     node = state.nodes.get(key)
     until = node.suspended_index if node is not None and node.suspended_index is not None else -1
     known = {
         state.leases[s.lease_id].lease.nonce
         for s in state.submissions.values()
-        if s.owner != key
-        if any(one.status == "accepted" and one.verdict is not None and one.verdict <= until for one in s.outcomes)
+        if s.owner != key and state.leases[s.lease_id].index <= until
+        if any(outcome.status == "accepted" for outcome in s.outcomes)
     }
     tokens = 0
     for held in sorted((lease for lease in state.leases.values() if lease.owner == key), key=lambda lease: lease.index):
