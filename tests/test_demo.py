@@ -30,7 +30,7 @@ from trainer.summary import read_state
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
-STEPS = 160
+STEPS = 200
 """Enough for the last of twelve strangers to join and be caught, and for the dropper's leases to rule out chance."""
 
 

@@ -106,9 +106,17 @@ def test_withheld_rollouts_are_caught_when_another_node_returned_them_before_the
         chain.close_lease(lease, reason)
         said[lease] = [reason != "failed: cancelled"] * 4  # the last was lost without meaning to
         withheld.append(lease)
-    for lease in withheld:
+    for lease in withheld[1:]:
         again = chain.lease("bob", nonce=chain.leases[lease].nonce)
         judged(chain, again, [A] * 4)
+    for task in (0, 1):  # one lease is done again in two parts
+        again = chain.lease("bob", nonce=chain.leases[withheld[0]].nonce, tasks=(task,))
+        judged(chain, again, [A] * 2)
+        if task == 0:
+            half = chain.lease("ann")  # and of another one only the first half ever comes back
+            chain.close_lease(half, "failed: engine-refused: out of memory")
+            said[half] = [True] * 4
+            judged(chain, chain.lease("bob", nonce=chain.leases[half].nonce, tasks=(0,)), [A] * 2)
     never_back = chain.lease("ann")
     chain.close_lease(never_back, "failed: engine-refused: out of memory")
     said[never_back] = [True] * 4
@@ -117,13 +125,13 @@ def test_withheld_rollouts_are_caught_when_another_node_returned_them_before_the
     state = state_of(chain)
     log = log_of(tmp_path, chain, said)
     before = fate(tmp_path, state, "dropper", ANN, log)
-    assert (before["submitted"], before["identical"], before["dishonest"], before["caught"]) == (4, 4, 12, 0)
+    assert (before["submitted"], before["identical"], before["dishonest"], before["caught"]) == (4, 4, 16, 0)
     chain.append("evidence.drop", DropEvidence(ANN, len(chain.sink.entries), 3, 1, 40.0, -0.2, 0.2))
     chain.close_lease(open_at_the_end, "the node is suspended")
     state = state_of(chain)
     assert state.nodes[ANN].state == "suspended"
     after = fate(tmp_path, state, "dropper", ANN, log)
-    assert (after["dishonest"], after["caught"]) == (12, 8), "what never came back is not attributed"
+    assert (after["dishonest"], after["caught"]) == (16, 10), "what never came back is not attributed"
     per_lease = 4 * chain.manifest.sampling.max_new_tokens
     assert after["first_caught_after_tokens"] == 2 * per_lease
 

@@ -67,23 +67,28 @@ def _add_withheld(found: dict[str, Any], state: RunState, key: bytes, truth: dic
     """
     node = state.nodes.get(key)
     until = node.suspended_index if node is not None and node.suspended_index is not None else -1
-    known = {
-        state.leases[s.lease_id].lease.nonce
-        for s in state.submissions.values()
-        if s.owner != key and state.leases[s.lease_id].index <= until
-        if any(outcome.status == "accepted" for outcome in s.outcomes)
-    }
+    known: set[tuple[bytes, int]] = set()
+    """(nonce, task) of what came back: a re-issue may name a part of the tasks only."""
+    for submission in state.submissions.values():
+        held = state.leases[submission.lease_id]
+        if submission.owner != key and held.index <= until:
+            known |= {
+                (held.lease.nonce, held.lease.tasks[position // held.lease.samples])
+                for position, outcome in enumerate(submission.outcomes)
+                if outcome.status == "accepted"
+            }
     tokens = 0
     for held in sorted((lease for lease in state.leases.values() if lease.owner == key), key=lambda lease: lease.index):
-        tokens += held.rollouts * held.lease.max_new_tokens
+        lease = held.lease
+        tokens += held.rollouts * lease.max_new_tokens
         given_up = held.status == "closed" and held.reason.startswith(_GIVEN_UP)
-        if not given_up or not truth.get(_request(held.lease, 0), False):
+        if not given_up or not truth.get(_request(lease, 0), False):
             continue
+        caught = lease.samples * sum((lease.nonce, task) in known for task in lease.tasks)
         found["dishonest"] += held.rollouts
-        if held.lease.nonce in known:
-            found["caught"] += held.rollouts
-            if found["first_caught_after_tokens"] is None:
-                found["first_caught_after_tokens"] = tokens
+        found["caught"] += caught
+        if caught and found["first_caught_after_tokens"] is None:
+            found["first_caught_after_tokens"] = tokens
 
 
 def _request(lease: Lease, position: int) -> str:
