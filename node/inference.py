@@ -195,9 +195,11 @@ class InferenceNode(Worker[Work]):
         reply = await member.call("lease.next", request, LeaseReply, deadline_s=LEASE_WAIT_MS / 1000 + 10)
         self._received = time.monotonic()
         member.enter(reply.state, reply.reason)
-        if reply.lease is None:
+        if reply.lease is not None:
+            self._told = ""
+        else:
             member.waits_for = reply.reason
-            if reply.reason != self._told:
+            if reply.reason != self._told:  # once between two leases
                 self._told = reply.reason
                 self._log.event("lease.none", reason=reply.reason, state=reply.state)
         return reply.lease, reply.retry_ms
