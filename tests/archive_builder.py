@@ -220,7 +220,7 @@ class _Builder:
         shutil.rmtree(into)
         return policy
 
-    def _state(self):
+    def state(self):
         return fold(stored.entry() for stored in self.chain.sink.entries())
 
     def _answer(self, lease_id: bytes, job: tuple[int, str, bytes], judgement, details: bytes, digest: bytes) -> int:
@@ -254,13 +254,13 @@ class _Builder:
         judgement = judge_upload(chain.links.at(lease.manifest), lease, blob, len(raw), policy, self.environment)
         details = codec.encode(judgement.verdict_details())
         digest = blake3(blob).digest()
-        by_rate = chain.wants_second(self._state(), index)
+        by_rate = chain.wants_second(self.state(), index)
         jobs = []
         for round_ in (1, 2):
             if round_ == 1 or by_rate or refused:
                 if round_ == 2 and not by_rate:  # drawn only after the first one's rejection
                     self._answer(lease_id, jobs.pop(), judgement, details, digest)
-                validator = chain.draw(self._state(), index, round_)
+                validator = chain.draw(self.state(), index, round_)
                 jobs.append((round_, validator, chain.job(index, validator, round_)))
         for job in jobs:
             verdict = self._answer(lease_id, job, judgement, details, digest)

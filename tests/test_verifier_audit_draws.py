@@ -17,6 +17,7 @@ from verifier import cli
 from verifier.archive import RunArchive
 from verifier.audit import Options, audit
 from verifier.draws import Draws
+from verifier.drops import drop_evidence
 from verifier.report import Report
 
 FILES_ONLY = Options(fraction=1e-12)
@@ -30,6 +31,10 @@ def late(builder):
     chain.update(thresholds=strict, rotate={"coordinator": "coordinator-2"}, note="nothing passes any more")
     builder.work("cat", 1, builder.policy_of(1), (150, 151), honest=True, refused=True)
     chain.append("evidence.drop", DropEvidence(identity("bob").public, 10, 5, 5, 20.0, 0.1, 0.5))
+    state = builder.state()
+    counted = drop_evidence(state, identity("ann").public, lambda submission, rollout: 0.5, state.size)
+    assert counted.returned > 0
+    chain.append("evidence.drop", replace(counted, log_e=20.0, lost_mean=-0.5, returned_mean=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +280,13 @@ def test_verdicts_are_held_against_the_manifest_their_lease_names(changed, tmp_p
 
 def test_evidence_that_does_not_follow_is_named(changed, tmp_path):
     copy = copied(changed, tmp_path)
-    (sealed,) = events(copy, "evidence.drop")
+    invented, overstated = events(copy, "evidence.drop")
     report = audit(copy, FILES_ONLY)
-    assert [(f.record, f.reason) for f in report.failures] == [(f"ledger/{sealed.index}", ReasonCode.VERDICT_WRONG)]
+    assert [(f.record, f.reason) for f in report.failures] == [
+        (f"ledger/{sealed.index}", ReasonCode.VERDICT_WRONG) for sealed in (invented, overstated)
+    ]
     assert "says 5 lost, 5 returned" in report.failures[0].message
+    assert "log e 20, but it is" in report.failures[1].message, "the counts are right, the number is not"
 
 
 def test_weights_signed_by_a_rotated_origin_hold(tmp_path):
