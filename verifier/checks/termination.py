@@ -20,7 +20,7 @@ def check(claims: Sequence[Claim], setting: Setting) -> None:
     stop = np.asarray(sorted(setting.stop_tokens), dtype=np.int64)
     for claim in standing(claims):
         count = len(claim.tokens_N)
-        stops = np.flatnonzero(np.isin(claim.tokens_N, stop))
+        stops = np.flatnonzero((claim.tokens_N[:, None] == stop).any(axis=1))
         ended = FINISH_EOS if len(stops) else FINISH_LENGTH
         whole = len(stops) == 1 and stops[0] == count - 1 if len(stops) else count == setting.max_new_tokens
         if not 1 <= count <= setting.max_new_tokens or not whole or claim.rollout.finish != ended:
