@@ -135,8 +135,12 @@ async def test_revoked_keys_are_refused_with_the_reason_and_not_drawn(tmp_path: 
         assert await until(second.job) is not None
         again = trainer("key", "revoke", peer_id_text(node.identity.public), str(swarm.run_dir), "--reason", "x")
         assert again.returncode == 2 and "already revoked" in again.stderr
-        news = json.loads((swarm.run_dir / "status.json").read_text())["recent_events"]
-        assert any("is revoked (laptop stolen)" in event["text"] for event in news)
+
+        async def told() -> bool | None:
+            news = json.loads((swarm.run_dir / "status.json").read_text())["recent_events"]
+            return any("is revoked (laptop stolen)" in event["text"] for event in news) or None
+
+        await until(told)
     state = sealed_state(swarm)
     assert state.present == (second.identity.public,)
     assert state.nodes[node.identity.public].reason == "key-revoked"
