@@ -49,6 +49,8 @@ _RECONCILE_S = 1.0
 _KEPT_TRACKS = 8
 _RECORDS_PAUSE_MAX_S = 2.0
 _REPORT_AGAIN_S = 60.0
+_WANTED_S = 60.0
+"""As long as a lease lasts: whoever asked for it has no use for it later."""
 _EVIDENCE_DEADLINE_S = 60.0
 
 ENDS = 3
@@ -106,6 +108,7 @@ class Follower:
         self._dropped = False
         self.newest: Publication | None = None
         """The newest publication that is whole here; the owner sets it when it starts with one from disk."""
+        self._wanted: dict[Key, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
         self.bytes_received = 0
@@ -140,7 +143,7 @@ class Follower:
     async def close(self) -> None:
         """Stop watching and downloading; unfinished downloads stay on disk to be resumed."""
         downloads = [t.task for t in self._tracks.values() if t.task is not None]
-        tasks = [*self._watchers.values(), *downloads, *self._telling]
+        tasks = [*self._watchers.values(), *downloads, *self._telling, *self._wanted.values()]
         self._watchers.clear()
         for task in tasks:
             task.cancel()
@@ -512,8 +515,26 @@ class Follower:
         if self._focus == key:
             self._focus = None
 
-    async def fetch(self, key: Key, root: bytes) -> None:
+    def want(self, key: Key) -> None:
+        """Fetch one publication by name in the background, for `_WANTED_S` at most; asking again changes nothing."""
+        if key in self._wanted or self._failure is not None:
+            return
+
+        async def fetch() -> None:
+            try:
+                async with asyncio.timeout(_WANTED_S):
+                    await self.fetch(key)
+            except TimeoutError:
+                log.warning("%s was asked for here, but no source has it", publication_name(key))
+
+        task = self._wanted[key] = self._spawn(fetch())
+        task.add_done_callback(lambda _: self._wanted.pop(key, None))
+
+    async def fetch(self, key: Key, root: bytes | None = None) -> None:
         """Fetch one publication by name, maybe an old one; the caller puts a deadline around it.
+
+        Args:
+            root: 32 bytes; None takes whatever the origin signed.
 
         Raises:
             PublicationError: the origin published another root at this place.
@@ -530,7 +551,7 @@ class Follower:
                     self._charge(health, exc)
             await asyncio.sleep(0.2 * random.uniform(0.5, 1.5))
 
-    async def _fetch_from(self, source: Source, health: SourceHealth, key: Key, root: bytes) -> bool:
+    async def _fetch_from(self, source: Source, health: SourceHealth, key: Key, root: bytes | None) -> bool:
         frames = await source.records(key, 0, 0)
         publication = self._opened(source, frames[0]) if frames else None
         if publication is None or publication.key != key:
@@ -548,7 +569,7 @@ class Follower:
                     frames = await source.records(key, taken, DEFAULT_WAIT_MS)
                     if not frames:
                         await _keep_polite(start)
-            if track.publication.manifest.root != root:
+            if root is not None and track.publication.manifest.root != root:
                 raise PublicationError(
                     f"{publication_name(key)} was published with root {track.publication.manifest.root.hex()[:16]}, "
                     f"not {root.hex()[:16]} as asked for",

@@ -31,6 +31,10 @@ CONNECT_DEADLINE_S = 5.0
 ANSWER_DEADLINE_S = 10.0
 """Time a server has for an answer beyond the wait it was asked for."""
 
+MISSING_WAIT_S = 5.0
+"""How long a relay holds a child that asked for what the relay skipped and now fetches. Below `ANSWER_DEADLINE_S`, with
+room for a second relay above it that does the same."""
+
 STALL_S = 3.0
 """A body that delivers nothing for this long is dropped and asked for elsewhere (field note, section 6)."""
 

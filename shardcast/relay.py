@@ -26,7 +26,7 @@ from shardcast.errors import SourceError, StoreError
 from shardcast.follower import Follower
 from shardcast.heads import SeenHeads
 from shardcast.passes import Parent, PassCheck, Presenter, parents_of
-from shardcast.publication import Publication
+from shardcast.publication import Key, Publication
 from shardcast.records import ShardRecord
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
 from shardcast.store import Feed, Store, hash_file, read_publication, verify_shards
@@ -132,6 +132,7 @@ class RelayServer:
             clock_ms=clock_ms,
             passes=PassCheck(run, identity.public, clock_ms) if passes else None,
             stamped=True,
+            missing=self._is_coming,
         )
         self._follower = Follower(
             run,
@@ -195,6 +196,17 @@ class RelayServer:
         await self._follower.close()
         await self.server.close()
         self.store.close()
+
+    def _is_coming(self, key: Key) -> bool:
+        """Whether to fetch what a child asks for. A relay that fell behind, or whose origin published several steps at
+        once, goes on with the newest; but leases may name what it skipped. Nothing newer, nothing it would not keep."""
+        kept = self.store.keys[-self.keep :]
+        if not kept or key[0] != kept[-1][0] or not kept[-1][1] - self.keep < key[1] < kept[-1][1]:
+            return False
+        if len(kept) == self.keep and key < kept[0]:
+            return False
+        self._follower.want(key)
+        return True
 
     def _sources(self) -> list[Parent]:
         given = parents_of(self._given() if callable(self._given) else self._given)

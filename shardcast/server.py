@@ -38,7 +38,13 @@ from protocol.identity import Identity
 from protocol.limits import HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
 from protocol.sequences import Sequences
 from shardcast.heads import replace_file
-from shardcast.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, MAX_FEED_BYTES, MAX_WAIT_MS
+from shardcast.limits import (
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    MAX_FEED_BYTES,
+    MAX_WAIT_MS,
+    MISSING_WAIT_S,
+)
 from shardcast.passes import MAX_SHOWN_CHARS, PASS_HEADER, PassCheck
 from shardcast.publication import Key, pack_frames
 from shardcast.records import CHALLENGE_KIND, Challenge, ShardRecord
@@ -171,12 +177,15 @@ class WeightsServer:
         clock_ms: Clock = wall_clock_ms,
         passes: PassCheck | None = None,
         stamped: bool = False,
+        missing: Callable[[Key], bool] | None = None,
     ) -> None:
         """
         Args:
             passes: whom to serve; None serves everybody.
             stamped: sign which bytes are sent, as relays do.
+            missing: told that a child asked for a publication that is not here; true when it is coming.
         """
+        self._missing = missing
         self._passes = passes
         self._stamped = stamped
         self._store = store
@@ -262,7 +271,7 @@ class WeightsServer:
             case ["news"]:
                 return await self._news(request)
             case ["p", place, "records"]:
-                return await self._records(request, self._feed(place))
+                return await self._records(request, await self._feed_or_wait(place))
             case ["p", place, "open"]:
                 return _Answer(body=self._feed(place).frames[0], headers=_BINARY)
             case ["p", place, "manifest"]:
@@ -294,6 +303,16 @@ class WeightsServer:
         if feed is None:
             raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this publication is not here")
         return feed
+
+    async def _feed_or_wait(self, place: str) -> Feed:
+        """The feed, also of a publication that was skipped here and is fetched because it is asked for."""
+        match = _PLACE.fullmatch(place)
+        key = (int(match[1]), int(match[2])) if match else None
+        deadline = time.monotonic() + MISSING_WAIT_S
+        while key is not None and self._store.feed(key) is None and self._missing is not None and self._missing(key):
+            if not await self._store.changed(max(0.0, deadline - time.monotonic())):
+                break
+        return self._feed(place)
 
     async def _news(self, request: web.BaseRequest) -> web.StreamResponse:
         after = _after(request)

@@ -87,6 +87,31 @@ async def test_many_shards_flow_and_late_joiners_start_at_the_newest(wide: MadeR
             assert puller.current == policy, "an older policy never becomes the current one"
 
 
+async def test_relays_fetch_what_they_skipped_when_a_child_asks_for_it(small: MadeRun, tmp_path: Path) -> None:
+    """An origin that comes back publishes several steps at once; relays go on with the newest, leases name all."""
+    folders = [write_checkpoint(small.directory, 0, step, SMALL_SHAPES, seed=step) for step in range(4)]
+    async with publishing(small) as origin:
+        await until(lambda: (0, 3) in origin.store.keys, "four publications")
+        async with (
+            relaying(small, [origin.server.url], tmp_path / "one") as first,
+            relaying(small, [first.url], tmp_path / "two") as second,
+            pulling(small, [second.url], tmp_path / "child") as child,
+        ):
+            assert (await child.wait_newer(None, WAIT_S)).key == (0, 3)
+            assert first.store.keys == second.store.keys == [(0, 3)]
+            for step in (1, 2):
+                root = root_of_safetensors(folders[step] / "model.safetensors")
+                policy = await child.fetch(0, step, root, WAIT_S)
+                assert holds(policy, SMALL_SHAPES, seed=step)
+            assert first.store.keys == second.store.keys == [(0, 1), (0, 2), (0, 3)]
+            assert child.current is not None and child.current.key == (0, 3), "the newest stays the newest"
+            # Nothing that is not there yet, and nothing it would not keep: nobody makes a relay pull the archive.
+            for step in (4, 1 << 40):
+                with pytest.raises(TransportError):
+                    await child.fetch(0, step, bytes(32), 0.5)
+            assert first.store.keys == [(0, 1), (0, 2), (0, 3)]
+
+
 async def test_children_get_shards_before_the_origin_has_finished(wide: MadeRun, tmp_path: Path) -> None:
     """Cut-through: with the origin held before its last shard, a child of the relay already has the first ones."""
     origin = Origin(wide.directory, identity=wide.origin)
