@@ -179,6 +179,8 @@ def _make_run(stage: Stage) -> str:
     from trainer.staging import RELAYS, VALIDATORS, node_key
 
     plan, run_dir = stage.plan, stage.run_dir
+    # The evidence against a dropper is counted in leases, and a large lease is seldom given to any one node.
+    overrides = {"leases.tasks_per_lease": 4} if plan.model == "tiny" and "dropper" in plan.kinds else {}
     run = make_run(
         run_dir,
         preset=plan.model,
@@ -187,6 +189,7 @@ def _make_run(stage: Stage) -> str:
         seed=plan.seed,
         validators=[node_key(run_dir, name) for name in VALIDATORS],
         relays=[node_key(run_dir, name) for name in RELAYS],
+        overrides=overrides,
     )
     plan.save(run_dir)
     return run.id.hex()
