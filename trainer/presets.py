@@ -39,9 +39,9 @@ TINY = Preset(
     leases=LeasePolicy(
         samples_per_task=8,
         tasks_per_step=16,
-        # A whole batch: each lease costs its bytes' way through upload, job, verdict and ledger once, and a decoding batch
-        # of 32 rows costs nearly what one of 128 does. Four leases a batch cost 165 ms of CPU a step more. A run that
-        # expects droppers needs smaller ones: their evidence is counted in leases (docs/decisions/013).
+        # A whole batch: each lease has its own way through upload, job, verdict and ledger, and decoding 32 rows costs
+        # nearly what decoding 128 does. Four leases a batch cost 165 ms of CPU a step more. A run that expects
+        # droppers needs smaller ones: their evidence is counted in leases (docs/decisions/013-speed.md).
         tasks_per_lease=16,
         max_staleness=2,
         probation_first_rollouts=4,
