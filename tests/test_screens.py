@@ -67,7 +67,7 @@ def test_each_screen_shows_what_the_page_says_of_it() -> None:
     promised = {
         "start": ("machines have joined", "loading", "waits for", "to load"),
         "caught": ("dishonest nodes caught", "✗", "caught: reward-mismatch"),
-        "middle": ("reward", "rollouts for batch", "left", "accepted", "relay-2"),
+        "middle": ("reward", "waits for", "left", "accepted", "relay-2"),
         "wide": ("the lease's seed forces other tokens (token-not-forced)",),
         "narrow": ("step", "and ", "more"),
         "end": ("Try next:", "verifier audit", "trainer status"),

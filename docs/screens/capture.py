@@ -153,10 +153,15 @@ def share(stored: dict[str, Any]) -> float:
     return len(stored["rows"]) / stored["steps"]
 
 
+def filling(stored: dict[str, Any]) -> bool:
+    """The next batch waits for rollouts that validators have."""
+    return "with validator" in str(stored["status"].get("waits_for"))
+
+
 SHOTS = (
     Shot("start", 80, 24, lambda p: 2 <= joined(p) < p["members"] - 2),
     Shot("caught", 80, 24, lambda p: suspended(p) >= 2 and share(p) > 0.02),
-    Shot("middle", 100, 30, lambda p: share(p) > 0.3 and suspended(p) >= 3),
+    Shot("middle", 100, 30, lambda p: share(p) > 0.3 and suspended(p) >= 3 and filling(p)),
     Shot("wide", 140, 45, lambda p: share(p) > 0.6),
     Shot("narrow", 60, 20, lambda p: share(p) > 0.8),
 )
