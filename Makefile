@@ -46,7 +46,7 @@ test-heavy: install
 
 # Every benchmark prints {"goals": [...]}; exit 0 all hold, 1 some do not, 2 could not run.
 bench: install
-	@for name in $$(cd benchmarks && grep -l '^def main' *.py | sed -n 's/^\([a-z][a-z_]*\)\.py$$/\1/p'); do \
+	@for name in $$(cd benchmarks && grep -l __main__ *.py | grep -v '^contract' | sed -n 's/^\([a-z][a-z_]*\)\.py$$/\1/p'); do \
 		echo "== benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name --json || status=$$?; done; exit $${status:-0}
 
 # Peers we measure against live in environments of their own: their import names clash with ours.

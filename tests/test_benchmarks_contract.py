@@ -42,7 +42,7 @@ def test_exit_codes_say_held_failed_and_could_not_run(
     assert "could not run: no demo" in err
 
 
-_PROGRAMS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "def main(" in path.read_text()]
+_PROGRAMS = [p for p in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in p.read_text()]
 
 
 @pytest.mark.parametrize("path", _PROGRAMS, ids=lambda path: path.stem)
