@@ -242,14 +242,16 @@ async def test_garbage_at_full_speed_costs_others_little(tmp_path: Path, kind: s
     costs = [measure(state, times, stretch, honest) for stretch in stretches]
     quiet, loud = costs[0::2], costs[1::2]
     ratio = statistics.median(c.p95_s for c in loud) / statistics.median(c.p95_s for c in quiet)
-    share = sum(c.garbage_ms for c in loud) / sum(c.garbage_ms + c.honest_ms for c in loud)
+    shares = [c.garbage_ms / (c.garbage_ms + c.honest_ms) for c in loud]
     told = (
-        f"{kind}: p95 x{ratio:.2f}, garbage {share:.1%} of the validators' CPU; {stranger}\nquiet {quiet}\nloud {loud}"
+        f"{kind}: p95 x{ratio:.2f}, garbage {shares[0]:.1%}, then {shares[1]:.1%} of the validators' CPU; "
+        f"{stranger}\nquiet {quiet}\nloud {loud}"
     )
     print(told)
     assert sum(c.garbage for c in loud) >= 1, told
     assert ratio <= 2, told
-    assert share < 0.1, told
+    # An address may join `joins_per_address` (64) keys in one burst, once; what it may do for ever comes after that.
+    assert shares[1] < 0.1 and shares[0] < (0.1 if kind == "one" else 0.25), told
     for key in honest:
         assert state.nodes[key].state == "active" and state.nodes[key].rejected == 0
     strangers = [node for node in state.nodes.values() if node.role == "inference" and node.key not in honest]
