@@ -41,7 +41,7 @@ from shardcast.passes import Parent, Presenter, parents_of
 from shardcast.publication import Key, Publication, pack_frames
 from shardcast.records import HEAD_KIND, MANIFEST_KIND, OPEN_KIND, SHARD_KIND, Head, ShardRecord
 from shardcast.server import Clock
-from shardcast.source import Source, SourceHealth, new_session
+from shardcast.source import Source, SourceHealth, keep_polite, new_session
 
 log = logging.getLogger("shardcast.follower")
 
@@ -241,7 +241,7 @@ class Follower:
                 else:
                     await self._refresh_head(source)
                     if wait_ms:
-                        await _keep_polite(start)
+                        await keep_polite(start)
                 health.worked(0, 0.0)
             except SourceError as exc:
                 self._charge(health, exc)
@@ -321,7 +321,7 @@ class Follower:
             start = time.monotonic()
             frames = await source.records(key, taken, DEFAULT_WAIT_MS)
             if not frames:
-                await _keep_polite(start)
+                await keep_polite(start)
 
     @staticmethod
     def _advanced(source: Source, publication: Publication, taken: int, frames: list[bytes]) -> int:
@@ -568,7 +568,7 @@ class Follower:
                     start = time.monotonic()
                     frames = await source.records(key, taken, DEFAULT_WAIT_MS)
                     if not frames:
-                        await _keep_polite(start)
+                        await keep_polite(start)
             if root is not None and track.publication.manifest.root != root:
                 raise PublicationError(
                     f"{publication_name(key)} was published with root {track.publication.manifest.root.hex()[:16]}, "
@@ -594,8 +594,3 @@ class Follower:
                 if health.failures > failures:
                     return False
         return True
-
-
-async def _keep_polite(start: float) -> None:
-    """A source that answers a long-poll at once with nothing is not asked again within a second of `start`."""
-    await asyncio.sleep(max(0.0, start + 1.0 - time.monotonic()))

@@ -9,6 +9,7 @@ Not covered: the origin's signatures (`publication`) and which source to ask for
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -268,3 +269,8 @@ class Source:
             response.status, ReasonCode.UNREACHABLE
         )
         return SourceError(self.address, f"{path}: answered {response.status} {message!r}", code)
+
+
+async def keep_polite(start: float) -> None:
+    """A source that answers a long-poll at once with nothing is not asked again within a second of `start`."""
+    await asyncio.sleep(max(0.0, start + 1.0 - time.monotonic()))
