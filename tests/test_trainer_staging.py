@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from protocol.errors import UsageError
 from trainer.cli import main
 from trainer.deceivers import KINDS, KNOW_THE_REWARD, NO_ENGINE, Arrivals, kinds_of, processes_of, programs
+from trainer.demo import is_hopeless
 from trainer.processes import RUN_MARK, Fleet
 from trainer.staging import Plan, empty_directory, reopen
 
@@ -135,6 +136,21 @@ def test_a_directory_that_is_in_use_is_refused_with_the_way_on(tmp_path: Path) -
 def test_resume_takes_a_demo_as_it_was_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--resume", str(tmp_path), "--steps", "5", "--cheats", "all"]) == 2
     assert "leave out --steps, --cheats" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "moving", "over"),
+    [
+        ("coordinator", 2, True, True),  # could not start: a port, a lock
+        ("learner", 1, False, True),
+        ("learner", 1, True, False),  # failed on the way: the person has the command
+        ("origin", -9, False, False),  # killed
+        ("coordinator", 143, False, False),  # told to stop
+        ("node-1", 2, False, False),  # the run goes on without it
+    ],
+)
+def test_a_demo_ends_with_a_role_that_no_repetition_would_help(name: str, code: int, moving: bool, over: bool) -> None:
+    assert is_hopeless(name, code, moving) is over
 
 
 def test_a_dismissed_child_ends_and_is_no_news(tmp_path: Path) -> None:

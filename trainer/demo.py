@@ -36,6 +36,7 @@ _STEPS_ALL = {"tiny": 300, "smollm2": 60}
 _ESSENTIAL = ("coordinator", "learner", "origin")
 _COULD_NOT_START = 2
 """Exit code of a command that no repetition helps."""
+_FAILED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -286,9 +287,9 @@ def _watch(stage: Stage, fleet: Any, view: Any) -> bool:
         while gone and now - gone[0][0] > _NEWS_S:
             child = gone.pop(0)[1]
             stage.note(_how_it_ended(child, picture), alarm=child.exit_code != 0)
-            if child.name in _ESSENTIAL and child.exit_code == _COULD_NOT_START:
+            if is_hopeless(child.name, child.exit_code, moving=first_step is not None and picture.step > first_step):
                 view.show(picture)
-                return False  # the same command would say the same again
+                return False
             _see_off(stage, fleet, child)
         if _coordinator_finished(stage.run_dir):
             view.show(take_picture(stage.run_dir, picture))
@@ -356,6 +357,12 @@ def _how_it_ended(child: Any, picture: Any) -> str:
         f"{child.name} is gone (exit code {child.exit_code}): its log is {display_path(child.log)}, the command that "
         f"brings it back is in {display_path(child.log.with_name('commands.txt'))}"
     )
+
+
+def is_hopeless(name: str, exit_code: int, moving: bool) -> bool:
+    """Whether a run is over because this process ended: one it can't do without said that it could not start, or failed
+    before anything moved. The same command would say the same again. Who was killed can be brought back."""
+    return name in _ESSENTIAL and (exit_code == _COULD_NOT_START or (exit_code == _FAILED and not moving))
 
 
 def _coordinator_finished(run_dir: Path) -> bool:
