@@ -102,6 +102,7 @@ def bare_loop(run_dir: Path, steps: int, threads: int) -> Bare:
     """The same learning in this process, from the run's own files."""
     import torch
 
+    from protocol.heap import settle_heap
     from protocol.manifest import open_manifest
     from shardcast.layout import layout_of_safetensors
     from trainer import config, sft
@@ -123,6 +124,7 @@ def bare_loop(run_dir: Path, steps: int, threads: int) -> Bare:
     sft.stage_one(
         base, settings.sft, opened.manifest, seed=settings.learner.seed, record=lambda *_: None, stop=lambda: False
     )
+    settle_heap()
     sampling_s = 0.0
     begun = time.monotonic()
     for step in range(steps):

@@ -42,6 +42,7 @@ from protocol.engine import (
     read_frame,
 )
 from protocol.errors import EngineError, HeadwaterError, ReasonCode, UsageError
+from protocol.heap import settle_heap
 
 if TYPE_CHECKING:
     from node.decode import Decoded
@@ -303,8 +304,7 @@ def serve(args: argparse.Namespace, backend: Callable[[], Backend]) -> int:
     torch.set_num_interop_threads(1)
     try:
         made = backend()
-        gc.freeze()
-        gc.enable()
+        settle_heap()
         asyncio.run(EngineServer(made, args.socket).run())
     except UsageError as exc:
         print(f"engine: {exc}", file=sys.stderr)  # noqa: T201

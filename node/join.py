@@ -41,6 +41,7 @@ from node.status import StatusFile
 from node.weights import follow_weights
 from protocol.control import Clock, ControlClient
 from protocol.errors import HeadwaterError, ManifestError, UsageError
+from protocol.heap import settle_heap
 from protocol.host import HostProcess
 from protocol.identity import Identity
 from protocol.limits import PROTOCOL_VERSION
@@ -119,6 +120,7 @@ def run_join(options: JoinOptions) -> int:
             disk_mib=START_DISK_MIB,
             where=home.path,
         )
+        settle_heap()
         return asyncio.run(_until_stopped(options, target, home, log))
     except LeavingError as exc:
         log.event("left", code=exc.code.value, reason=str(exc))

@@ -27,6 +27,7 @@ from node.worker import Worker
 from protocol import codec
 from protocol.control import http_failure_in_words, read_bounded
 from protocol.errors import HeadwaterError, ProtocolError, ReasonCode
+from protocol.heap import settle_heap
 from protocol.limits import MAX_SUBMISSION_BYTES, MINIMUM_RATE_BYTES_S, REQUEST_DEADLINE_S
 from protocol.manifest import Run
 from protocol.records import (
@@ -102,6 +103,7 @@ class ValidatorNode(Worker[Assignment]):
     async def run(self) -> None:
         """Work until cancelled. Raises LeavingError when the coordinator ends it."""
         keep_freed_memory()
+        settle_heap()
         torch.set_num_threads(max(1, self._threads))
         await self.work()
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from protocol.commands import fail
 from protocol.errors import EnvelopeError, HeadwaterError, ProtocolError, ReasonCode, UsageError
+from protocol.heap import settle_heap
 
 EXAMPLES = """examples:
   shardcast publish RUN                                publish RUN/checkpoints as they appear
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO if args.verbose else logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s"
     )
     try:
+        settle_heap()
         return asyncio.run(_until_signalled(args.command(args)))
     except KeyboardInterrupt:
         return 130

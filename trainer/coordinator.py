@@ -34,6 +34,7 @@ from protocol.control import ControlServer
 from protocol.envelope import open_envelope
 from protocol.errors import EnvelopeError, LedgerError, ManifestError, ProtocolError, ReasonCode, UsageError
 from protocol.files import write_atomic
+from protocol.heap import settle_heap
 from protocol.host import HostProcess
 from protocol.identity import Identity, load_identity
 from protocol.logs import EventFile
@@ -510,6 +511,7 @@ def main(config: RunConfig, as_json: bool = False) -> int:
             if not coordinator.restart:
                 return code, coordinator
 
+    settle_heap()
     code, coordinator = asyncio.run(serve())
     if as_json:
         done = {

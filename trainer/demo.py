@@ -28,6 +28,9 @@ from trainer.deceivers import AT_ONCE, KINDS, Arrivals, kinds_of, processes_of
 
 _STARTUP_S = 180.0
 _STALL_S = {"tiny": 120.0, "smollm2": 600.0}
+_MEMORY_S = 5.0
+"""Between two looks at the memory: the kernel walks every page of 20 processes for it, 50 ms of CPU."""
+
 _NEWS_S = 2.0
 """status.json is about a second old: told earlier, a node's end would come before the reason for it."""
 _STEPS = {"tiny": 150, "smollm2": 30}
@@ -276,7 +279,7 @@ def _watch(stage: Stage, fleet: Any, view: Any) -> bool:
         picture.seconds = now - begun
         picture.processes = _processes(fleet)
         view.show(take_picture(stage.run_dir, picture))
-        if now - measured > 2.0:
+        if now - measured > _MEMORY_S:
             measured = now
             fleet.sample_memory()
         for child in fleet.newly_ended():

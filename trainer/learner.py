@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from protocol.errors import ReasonCode, UsageError
+from protocol.heap import settle_heap
 from protocol.manifest import Run, open_manifest
 from shardcast.layout import layout_of_safetensors, require_layout
 from trainer import checkpoints, sft
@@ -305,6 +306,7 @@ def watch_signals() -> threading.Event:
 
 def main(config: RunConfig, *, as_json: bool = False, only_sft: bool = False) -> int:
     """The command: exit 0 when done or stopped, else the error's code (see `trainer.cli`)."""
+    settle_heap()
     stopping = watch_signals()
 
     def say(text: str) -> None:
