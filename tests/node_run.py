@@ -138,6 +138,17 @@ class NodeRun:
         }
         write_checkpoint(self.dir / "checkpoints", epoch=0, step=self.step, weights=moved)
 
+    def advance_until(self, what: str, condition: Callable[[], bool], policies: int = 12) -> None:
+        """Write checkpoints until something holds that a draw decides: a policy's work may be drawn for others only."""
+        for _ in range(policies):
+            self.advance()
+            end = time.monotonic() + 10.0
+            while time.monotonic() < end:
+                if condition():
+                    return
+                time.sleep(0.1)
+        raise AssertionError(f"{policies} policies brought no: {what}\n{self.logs()}")
+
     def status(self) -> dict[str, Any]:
         try:
             return json.loads((self.dir / "status.json").read_text())

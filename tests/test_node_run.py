@@ -165,8 +165,7 @@ def test_members_leave_and_come_back_and_nothing_is_lost(river, tmp_path):
     # a validator leaves with jobs drawn for it: the other one does them
     first = river.members["validator-1"]
     first.process.send_signal(signal.SIGSTOP)
-    river.advance()
-    river.wait("a submission that waits", lambda: river.status()["rollouts"]["pending"] > 0)
+    river.advance_until("a submission that waits", lambda: river.status()["rollouts"]["pending"] > 0)
     first.process.send_signal(signal.SIGCONT)
     assert first.stop() == 0
     assert "submissions judged" in first.said.read_text()
