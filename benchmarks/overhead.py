@@ -1,6 +1,6 @@
 """What the network, the proofs and the verification cost: RL steps per minute of the demo against a bare loop.
 
-    python -m benchmarks.overhead --json [--steps 60] [--timeline docs/benchmarks.md]
+    python -m benchmarks.overhead --json [--steps 150] [--timeline docs/benchmarks.md]
 
 The demo is `trainer demo` as anyone runs it, without dishonest nodes, and all its processes share this machine's cores.
 The bare loop is the same learning in one process: same base, same SFT, same tasks, same sampler, same update; no files,
@@ -168,7 +168,7 @@ def sample(opened: Any, base: Any, step: int) -> Any:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=60, help="RL steps of each side (default: 60)")
+    parser.add_argument("--steps", type=int, default=150, help="RL steps of each side (default: 150, as the demo)")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="write the tables of one step into this document")
 
 

@@ -227,6 +227,45 @@ def test_status_watch_on_a_real_terminal_ends_with_ctrl_c_and_gives_it_back(tmp_
         os.close(parent)
 
 
+def test_ctrl_z_gives_the_terminal_back_and_fg_draws_it_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run, thresholds=NOISE)
+    (run / "status.json").write_text(json.dumps({**picture().status, "time": time.time()}))
+    parent, child = pty.openpty()
+    script = str(Path(sys.executable).with_name("trainer"))
+    environment = {**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8", "PS1": "ready> "}
+    shell = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"], stdin=child, stdout=child, stderr=child,
+        env=environment, start_new_session=True, preexec_fn=_own_terminal,
+    )  # fmt: skip
+    os.close(child)
+
+    def read_until(mark: bytes) -> bytes:
+        seen, deadline = b"", time.monotonic() + 60
+        while mark not in seen:
+            assert time.monotonic() < deadline, (mark, seen)
+            seen += os.read(parent, 65536)
+        return seen
+
+    try:
+        os.write(parent, f"{script} status {run} --watch\n".encode())
+        read_until(b"relay-2")
+        os.write(parent, b"\x1a")
+        stopped = read_until(b"Stopped")
+        assert b"\x1b[?25h\x1b[?1049l" in stopped, "the shell would write on the alternate screen"
+        os.write(parent, b"fg\n")
+        assert b"\x1b[?1049h" in read_until(b"relay-2")
+        os.write(parent, b"\x03")
+        read_until(b"\x1b[?1049l")
+        os.write(parent, b"exit\n")
+        shell.wait(timeout=20)
+    finally:
+        if shell.poll() is None:
+            shell.kill()
+        shell.wait()
+        os.close(parent)
+
+
 def _own_terminal() -> None:
     import fcntl
     import termios

@@ -1,8 +1,9 @@
 """Draws lines of styled text on a terminal without flicker: only lines that changed are written, each in full.
 
 The picture lives on the terminal's alternate screen, at absolute positions, so that a stray key or a message of
-another program damages nothing for longer than `REPAIR_S`; leaving gives the old screen back. Every line is padded to
-the full width instead of erased, and one update is one write, marked as such for terminals that understand it.
+another program damages nothing for longer than `REPAIR_S`; leaving gives the old screen back, and so does Ctrl-Z until
+the program goes on. Every line is padded to the full width instead of erased, and one update is one write, marked as
+such for terminals that understand it.
 
 Not covered: input, mouse, terminals without cursor addressing (`is_terminal` is False for them).
 """
@@ -10,6 +11,8 @@ Not covered: input, mouse, terminals without cursor addressing (`is_terminal` is
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import TextIO
@@ -63,15 +66,39 @@ class Terminal:
         self._drawn: list[Line | None] = []
         self._size = (0, 0)
         self._repaired = 0.0
+        self._stoppable = False
         self._colour, self._unicode = wants_colour(), speaks_unicode(out)
 
     def __enter__(self) -> Terminal:
-        self._out.write(_ENTER)
-        self._out.flush()
+        # Only a main thread may set handlers, and one that was asked to ignore Ctrl-Z goes on ignoring it.
+        self._stoppable = (
+            threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+        )
+        if self._stoppable:
+            signal.signal(signal.SIGTSTP, self._stop)
+        self._write(_ENTER)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._out.write(_LEAVE)
+        if self._stoppable:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        self._write(_LEAVE)
+
+    def _stop(self, *_: object) -> None:
+        """Ctrl-Z: give the screen back, stop as anyone would, and draw everything again when we go on.
+
+        Written past the buffer, which may be in the middle of a write of its own when the signal comes.
+        """
+        number = self._out.fileno()
+        os.write(number, _LEAVE.encode())
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._stop)
+        os.write(number, _ENTER.encode())
+        self._size = (0, 0)
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
         self._out.flush()
 
     @property
@@ -97,8 +124,7 @@ class Terminal:
                 out.append(f"\x1b[{number};1H{self._padded(line, width)}")
         self._drawn = list(wanted)
         if out:
-            self._out.write(_BEGIN + "".join(out) + _END)
-            self._out.flush()
+            self._write(_BEGIN + "".join(out) + _END)
 
     def _padded(self, line: Line, width: int) -> str:
         cells = sum(cell_len(text) for text, _ in line)
@@ -110,5 +136,4 @@ class Terminal:
     def leave_behind(self, lines: Sequence[Line]) -> None:
         """Print lines on the ordinary screen, where they stay; call it after the terminal was given back."""
         dressed_lines = [dressed(line, colour=self._colour, unicode=self._unicode).rstrip() for line in lines]
-        self._out.write("\n".join(dressed_lines) + "\n")
-        self._out.flush()
+        self._write("\n".join(dressed_lines) + "\n")
