@@ -8,9 +8,10 @@ import torch
 
 from environments.registry import make
 from protocol.records import ACCEPT, REJECT
-from tests.judge_rig import make_rig, random_policy, reasons, tokens_of, words
+from tests.judge_rig import TINY, make_rig, random_policy, reasons, tokens_of, words
 from verifier import blocks, fused, toploc
 from verifier.blocks import states_in_blocks
+from verifier.model import load_policy
 
 CAP = 150
 
@@ -153,3 +154,30 @@ def test_a_fault_of_the_model_decides_only_what_was_not_read(rig, small, monkeyp
     judged = rig.judge(dataclasses.replace(rig.honest, rollouts=tuple(rollouts)))
     assert judged.outcomes[0].outcome == REJECT and judged.outcomes[0].reason == "proof-mismatch"
     assert "validator-failed" in reasons(judged)[1:] and set(reasons(judged)[1:]) <= {"validator-failed", "holds"}
+
+
+def test_equal_rollouts_are_prefilled_once_and_checked_one_by_one(monkeypatch):
+    rig = make_rig(load_policy(TINY), make("word"), tasks=4, samples=8, cap=9, stop=(1,))
+    rollouts = rig.honest.rollouts
+    distinct = {(r.task, r.tokens): i for i, r in enumerate(rollouts)}
+    assert len(distinct) < len(rollouts), "the rig should give some answers twice"
+    last = next(i for i in distinct.values() if [r.tokens for r in rollouts].count(rollouts[i].tokens) > 1)
+    twins = [i for i, r in enumerate(rollouts) if (r.task, r.tokens) == (rollouts[last].task, rollouts[last].tokens)]
+    counted = Counted(monkeypatch)
+    whole = rig.judge(rig.honest)
+    longest = max(len(tokens_of(rollouts[i])) for i in distinct.values())
+    prompts = counted.columns - len(distinct) * (longest - 1)
+    assert prompts <= 4 * 16, "each distinct prompt once, each distinct rollout once"
+
+    for position in twins:
+        alone = rollouts[position]
+        wrong_proof = bytes([*alone.proofs[0][:-2], alone.proofs[0][-2] ^ 1, alone.proofs[0][-1]])
+        assert rig.only(position, dataclasses.replace(alone, proofs=(wrong_proof,))) == "proof-mismatch"
+        wrong_logprobs = (np.frombuffer(alone.logprobs, "<f4") + np.float32(0.01)).tobytes()
+        assert rig.only(position, dataclasses.replace(alone, logprobs=wrong_logprobs)) == "logprob-mismatch"
+        assert rig.only(position, dataclasses.replace(alone, reward=7.0)) == "reward-mismatch"
+        numbers = {n.name: n.value for n in whole.details[position].numbers}
+        assert numbers["tokens_not_first"] == 0, "the margin is taken with each rollout's own seed"
+    other = next(i for i in distinct.values() if rollouts[i].task == rollouts[last].task and i not in twins)
+    forced = dataclasses.replace(rollouts[other], sample=rollouts[last].sample)
+    assert rig.only(last, forced) == "token-not-forced", "another's honest tokens are not what this seed forces"

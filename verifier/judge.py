@@ -12,7 +12,7 @@ decoded, and again before the model runs; the prefill holds one batch of states 
 
 Not covered: fetching bytes, signing verdicts, what follows from them (`protocol.state`).
 
-Shape suffixes: N sampled tokens of one rollout, M rows of several, V vocabulary.
+Shape suffixes: N sampled tokens of one rollout, M rows of several, U distinct rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from protocol.seeds import sampling_seed
 from verifier import checks, sampling
 from verifier.blocks import states_in_blocks
 from verifier.checks import Claim, Setting
+from verifier.checks.claim import begins_of, standing
 from verifier.errors import VerifierError
 from verifier.logprobs import token_logprobs
 from verifier.model import PolicyModel, prompt_ids
@@ -172,11 +173,16 @@ def _all(count: int, reason: ReasonCode) -> Judgement:
 
 def _claims(run: Run, lease: Lease, rollouts: Sequence[Rollout], setting: Setting) -> list[Claim]:
     claims: list[Claim] = []
+    tokens_M = np.frombuffer(b"".join([rollout.tokens for rollout in rollouts]), dtype="<u4").astype(np.int64)
+    logprobs_M = np.frombuffer(b"".join([rollout.logprobs for rollout in rollouts]), dtype="<f4").astype(np.float32)
+    token_at = logprob_at = 0
     for index in lease.tasks:
         task: Task = setting.environment.task(index)
         prompt = tuple(prompt_ids(setting.policy.tokenizer, task.prompt))
         for sample in range(lease.samples):
             rollout = rollouts[len(claims)]
+            tokens_end = token_at + len(rollout.tokens) // 4
+            logprobs_end = logprob_at + len(rollout.logprobs) // 4
             claims.append(
                 Claim(
                     index=len(claims),
@@ -185,10 +191,11 @@ def _claims(run: Run, lease: Lease, rollouts: Sequence[Rollout], setting: Settin
                     prompt=prompt,
                     seed=sampling_seed(run.id, lease.nonce, index, sample),
                     rollout=rollout,
-                    tokens_N=np.frombuffer(rollout.tokens, dtype="<u4").astype(np.int64),
-                    claimed_logprobs_N=np.frombuffer(rollout.logprobs, dtype="<f4").astype(np.float32),
+                    tokens_N=tokens_M[token_at:tokens_end],
+                    claimed_logprobs_N=logprobs_M[logprob_at:logprobs_end],
                 )
             )
+            token_at, logprob_at = tokens_end, logprobs_end
     return claims
 
 
@@ -200,20 +207,22 @@ def _measure(claims: Sequence[Claim], setting: Setting) -> None:
             claim.give_up(ReasonCode.VALIDATOR_FAILED)
         else:
             fits.append(claim)
-    sequences = [(claim.prompt, claim.tokens_N) for claim in fits]
+    twins = _twins(fits)
+    sequences = [(same[0].prompt, same[0].tokens_N) for same in twins]
     try:
-        for pieces in states_in_blocks(setting.policy, sequences, lambda i: fits[i].stands):
-            members = []
-            for i, at, states in pieces:
+        for pieces in states_in_blocks(setting.policy, sequences, lambda k: any(c.stands for c in twins[k])):
+            reading = []
+            for k, at, states in pieces:
                 states_NH = states.float().numpy()
-                fits[i].open_block(at, states_NH)
-                if np.isfinite(states_NH).all():
-                    members.append((fits[i], states))
-                else:
-                    fits[i].give_up(ReasonCode.VALIDATOR_FAILED)
-            _check_block(members, setting)
-            for i, _, _ in pieces:
-                fits[i].close_block()
+                finite = bool(np.isfinite(states_NH).all())
+                for claim in standing(twins[k]):
+                    claim.open_block(at, states_NH)
+                    reading.append(claim)
+                    if not finite:
+                        claim.give_up(ReasonCode.VALIDATOR_FAILED)
+            _check_block(reading, setting)
+            for claim in reading:
+                claim.close_block()
         for check in checks.AFTER_ALL:
             check([claim for claim in fits if claim.whole], setting)
     except (RuntimeError, MemoryError) as exc:
@@ -223,41 +232,57 @@ def _measure(claims: Sequence[Claim], setting: Setting) -> None:
                 claim.give_up(ReasonCode.VALIDATOR_FAILED)
 
 
-def _check_block(members: list[tuple[Claim, torch.Tensor]], setting: Setting) -> None:
+def _twins(claims: Sequence[Claim]) -> list[list[Claim]]:
+    """Claims with the same prompt and the same tokens side by side: one prefill gives the states of all of them.
+
+    A policy that has learnt short answers gives the same one again and again; every proof, seed and log-probability is
+    still checked for itself.
+    """
+    same: dict[tuple[tuple[int, ...], bytes], list[Claim]] = {}
+    for claim in claims:
+        same.setdefault((claim.prompt, claim.rollout.tokens), []).append(claim)
+    return list(same.values())
+
+
+def _check_block(claims: list[Claim], setting: Setting) -> None:
     for check in checks.AFTER_STATES:
-        check([claim for claim, _ in members], setting)
-    members = [(claim, states) for claim, states in members if claim.stands]
-    _replay(members, setting)
+        check(claims, setting)
+    _replay(standing(claims), setting)
     for check in checks.AFTER_LOGITS:
-        check([claim for claim, _ in members], setting)
+        check(claims, setting)
 
 
-def _replay(members: Sequence[tuple[Claim, torch.Tensor]], setting: Setting) -> None:
+def _replay(claims: Sequence[Claim], setting: Setting) -> None:
     """Margins and log-probabilities of the block's sampled tokens, in tiles of rows across rollouts."""
-    if not members:
+    if not claims:
         return
-    claims = [claim for claim, _ in members]
-    states_MH = torch.cat([states_NH for _, states_NH in members])
-    tokens_M = torch.from_numpy(np.concatenate([claim.block_tokens_N for claim in claims]))
-    seeds = [claim.seed for claim in claims for _ in range(len(claim.block_tokens_N))]
-    positions_M = np.concatenate(
-        [len(claim.prompt) + claim.at + np.arange(len(claim.block_tokens_N)) for claim in claims]
-    )
+    distinct = {id(claim.states_NH): claim for claim in claims}
+    states_MH = torch.from_numpy(np.concatenate([claim.states_NH for claim in distinct.values()]))
+    begins = dict(zip(distinct, begins_of([claim.block_tokens_N for claim in distinct.values()]), strict=True))
+    block = [claim.block_tokens_N for claim in claims]
+    counts, claim_begins = [len(tokens_N) for tokens_N in block], begins_of(block)
+    within_M = np.arange(sum(counts)) - np.repeat(claim_begins, counts)
+    rows_M = np.repeat([begins[id(claim.states_NH)] for claim in claims], counts) + within_M
+    positions_M = np.repeat([len(claim.prompt) + claim.at for claim in claims], counts) + within_M
+    tokens_M = torch.from_numpy(np.concatenate(block))
+    seeds = [claim.seed for claim, count in zip(claims, counts, strict=True) for _ in range(count)]
     vocabulary = setting.policy.vocabulary
     margins, logprobs = [], []
     step = max(1, _TILE_LOGITS // vocabulary)
     for start in range(0, len(seeds), step):
         at = slice(start, start + step)
-        logits_MV = setting.policy.logits(states_MH[at])
+        rows_U, first_U, which_M = np.unique(rows_M[at], return_index=True, return_inverse=True)
+        logits_UV = setting.policy.logits(states_MH[rows_U])
+        logprobs_U = token_logprobs(logits_UV, tokens_M[at][first_U], setting.temperature)
         noise_MV = sampling.gumbel_noise(seeds[at], positions_M[at], vocabulary)
-        margins.append(sampling.margins(logits_MV, setting.temperature, noise_MV, tokens_M[at]).numpy())
-        logprobs.append(token_logprobs(logits_MV, tokens_M[at], setting.temperature).numpy())
-    ends = np.cumsum([len(claim.block_tokens_N) for claim in claims])[:-1]
-    for claim, margins_N, logprobs_N in zip(
-        claims, np.split(np.concatenate(margins), ends), np.split(np.concatenate(logprobs), ends), strict=True
-    ):
-        claim.margins_N, claim.logprobs_N = margins_N, logprobs_N
-        if not (np.isfinite(margins_N).all() and np.isfinite(logprobs_N).all()):
+        margins.append(sampling.margins(logits_UV[which_M], setting.temperature, noise_MV, tokens_M[at]).numpy())
+        logprobs.append(logprobs_U.numpy()[which_M])
+    margins_M, logprobs_M = np.concatenate(margins), np.concatenate(logprobs)
+    finite = np.isfinite(margins_M) & np.isfinite(logprobs_M)
+    every = bool(finite.all())
+    for claim, begin, count in zip(claims, claim_begins, counts, strict=True):
+        claim.margins_N, claim.logprobs_N = margins_M[begin : begin + count], logprobs_M[begin : begin + count]
+        if not every and not finite[begin : begin + count].all():
             claim.give_up(ReasonCode.VALIDATOR_FAILED)
 
 

@@ -114,6 +114,23 @@ def parse_proof(proof: bytes, values: int) -> tuple[int, U32]:
     return modulus, coefficients.reshape(2, points)
 
 
+def are_well_formed(proofs: Sequence[Sequence[bytes]], tokens: Sequence[int], hidden: int) -> bool:
+    """Whether `check_shape` refuses none of many rollouts' proofs. Which one and why it says rollout by rollout."""
+    by_points: dict[int, tuple[list[bytes], list[int]]] = {}
+    for chunks, count in zip(proofs, tokens, strict=True):
+        rows = chunk_rows(count)
+        if len(chunks) != len(rows):
+            return False
+        for chunk, one in zip(chunks, rows, strict=True):
+            points = min(PROOF_TOPK, one * hidden)
+            if len(chunk) != 2 + 4 * points:
+                return False
+            of_points = by_points.setdefault(points, ([], []))
+            of_points[0].append(chunk)
+            of_points[1].append(one * hidden)
+    return all(_words(chunks, values) is not None for chunks, values in by_points.values())
+
+
 def build_proofs(states_NH: F32) -> list[bytes]:
     """The proofs of one rollout: ceil(N / 32) chunks.
 
@@ -254,17 +271,20 @@ def _top(group: _Group) -> tuple[I64, F32]:
 def _parse_group(group: _Group, proofs: Sequence[bytes]) -> tuple[I64, F64]:
     """`parse_proof` of many chunks with equally many points: moduli [C], coefficients [C, 2, K]. Raises ProofError."""
     length = 2 + 4 * group.points
-    raw = b"".join(proofs)
-    fits = all(len(proof) == length for proof in proofs)
-    if fits:
-        words = np.frombuffer(raw, dtype=">u2").astype(np.int64).reshape(len(proofs), -1)
-        lowest = np.where(np.asarray(group.values) <= PROOF_MODULUS_MAX, PROOF_MODULUS_MAX, PROOF_MODULUS_MIN)
-        fits = bool(((words[:, 0] >= lowest) & (words[:, 0] <= PROOF_MODULUS_MAX)).all())
-        if fits and words[:, 1:].max() < PROOF_MODULUS_MAX:
-            return words[:, 0], words[:, 1:].reshape(len(proofs), 2, -1).astype(np.float64)
+    words = _words(proofs, group.values) if all(len(proof) == length for proof in proofs) else None
+    if words is not None:
+        return words[:, 0], words[:, 1:].reshape(len(proofs), 2, -1).astype(np.float64)
     for proof, values in zip(proofs, group.values, strict=True):
         parse_proof(proof, values)  # says which and why
     raise ProofError("proofs that fit one by one do not fit together; please report this")
+
+
+def _words(proofs: Sequence[bytes], values: Sequence[int]) -> I64 | None:
+    """Modulus and coefficients [C, 1 + 2K] of chunks of one length; None when one is outside its bounds."""
+    words = np.frombuffer(b"".join(proofs), dtype=">u2").astype(np.int64).reshape(len(proofs), -1)
+    lowest = np.where(np.asarray(values) <= PROOF_MODULUS_MAX, PROOF_MODULUS_MAX, PROOF_MODULUS_MIN)
+    fits = bool(((words[:, 0] >= lowest) & (words[:, 0] <= PROOF_MODULUS_MAX)).all())
+    return words if fits and words[:, 1:].max() < PROOF_MODULUS_MAX else None
 
 
 def _injective_modulus(index_K: I64) -> int:

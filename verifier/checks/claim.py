@@ -8,8 +8,10 @@ Shape suffixes: N sampled tokens (of the block, or of the rollout where nothing 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +106,16 @@ class Claim:
     def give_up(self, reason: ReasonCode) -> None:
         """This verifier cannot decide; neither trained on nor held against the node."""
         self.outcome, self.reason = INCONCLUSIVE, reason
+
+
+def joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """One array of many rollouts' own, so that a check costs numpy one call and not one a rollout."""
+    return np.concatenate(parts) if parts else np.empty(0)
+
+
+def begins_of(parts: Sequence[npt.NDArray[Any]]) -> list[int]:
+    """Where each part begins in `joined(parts)`."""
+    return list(itertools.accumulate((len(part) for part in parts), initial=0))[:-1]
 
 
 def standing(claims: Sequence[Claim]) -> list[Claim]:

@@ -11,17 +11,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from protocol.errors import ReasonCode
-from verifier.checks.claim import Claim, Setting, standing
+from verifier.checks.claim import Claim, Setting, begins_of, joined, standing
 
 
 def check(claims: Sequence[Claim], setting: Setting) -> None:
     """No token's claimed log-probability off by more than the calibrated bound."""
-    for claim in standing(claims):
-        assert claim.logprobs_N is not None
-        claimed_N = claim.claimed_logprobs_N[claim.at : claim.at + len(claim.logprobs_N)]
-        with np.errstate(over="ignore"):
-            error_N = np.abs(claimed_N - claim.logprobs_N)
-        claim.note("logprob_error", min(float(error_N.max()), 1e300))
-        wrong = np.flatnonzero(~(error_N <= setting.thresholds.logprob))
-        if len(wrong):
+    open_claims = standing(claims)
+    own = [claim.logprobs_N for claim in open_claims if claim.logprobs_N is not None]
+    if not own:
+        return
+    claimed = [c.claimed_logprobs_N[c.at : c.at + len(own_N)] for c, own_N in zip(open_claims, own, strict=True)]
+    begins = begins_of(own)
+    with np.errstate(over="ignore"):
+        error_M = np.abs(joined(claimed) - joined(own))
+    largest_C = np.maximum.reduceat(error_M, begins)
+    holds_C = np.logical_and.reduceat(error_M <= setting.thresholds.logprob, begins)
+    for claim, begin, own_N, largest, holds in zip(
+        open_claims, begins, own, largest_C.tolist(), holds_C.tolist(), strict=True
+    ):
+        claim.note("logprob_error", min(largest, 1e300))
+        if not holds:
+            error_N = error_M[begin : begin + len(own_N)]
+            wrong = np.flatnonzero(~(error_N <= setting.thresholds.logprob))
             claim.fail(ReasonCode.LOGPROB_MISMATCH, token_at=float(claim.at + wrong[0]))

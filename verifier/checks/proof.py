@@ -13,7 +13,11 @@ from verifier.errors import ProofError
 
 def check_shape(claims: Sequence[Claim], setting: Setting) -> None:
     """Exactly one well-formed chunk per 32 sampled tokens."""
-    for claim in standing(claims):
+    open_claims = standing(claims)
+    proofs = [claim.rollout.proofs for claim in open_claims]
+    if toploc.are_well_formed(proofs, [len(claim.tokens_N) for claim in open_claims], setting.policy.hidden):
+        return
+    for claim in open_claims:
         try:
             toploc.check_shape(claim.rollout.proofs, len(claim.tokens_N), setting.policy.hidden)
         except ProofError:
@@ -23,10 +27,16 @@ def check_shape(claims: Sequence[Claim], setting: Setting) -> None:
 def check_match(claims: Sequence[Claim], setting: Setting) -> None:
     """No chunk whose median error or number of outliers is above the calibrated bound."""
     open_claims = standing(claims)
-    states = [claim.states_NH for claim in open_claims if claim.states_NH is not None]
+    # Rollouts with equal tokens share their states, and most have equal proofs: those are compared once.
+    keys = [(id(claim.states_NH), _proofs(claim)) for claim in open_claims]
+    distinct = {
+        key: claim.states_NH for key, claim in zip(keys, open_claims, strict=True) if claim.states_NH is not None
+    }
     limits = setting.thresholds
-    stats = toploc.verify_many(states, [_proofs(claim) for claim in open_claims], limits.proof_gate)
-    for claim, chunks in zip(open_claims, stats, strict=True):
+    found = toploc.verify_many(list(distinct.values()), [proofs for _, proofs in distinct], limits.proof_gate)
+    stats = dict(zip(distinct, found, strict=True))
+    for claim, key in zip(open_claims, keys, strict=True):
+        chunks = stats[key]
         claim.note("proof_median", _finite(max(chunk.median for chunk in chunks)))
         claim.note("proof_outliers", float(max(chunk.outliers for chunk in chunks)))
         for i, chunk in enumerate(chunks):

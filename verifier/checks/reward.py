@@ -1,7 +1,7 @@
 """`reward-mismatch`: the claimed reward is what the verifier's own environment gives for the tokens' own text.
 
 The text is rebuilt from the token ids; whatever text a node scored is never seen. Hard evidence because the
-environments here are pure: the same text has the same reward everywhere.
+environments here are pure: the same text has the same reward everywhere, and is scored once a submission.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from verifier.model import completion_text
 
 def check(claims: Sequence[Claim], setting: Setting) -> None:
     """Score the completion again; the claim must be equal."""
+    stop = tuple(setting.stop_tokens)
+    known: dict[tuple[int, bytes, int], float] = {}
     for claim in standing(claims):
-        text = completion_text(setting.policy.tokenizer, claim.tokens_N.tolist(), tuple(setting.stop_tokens))
-        claim.reward = setting.environment.score(claim.task, text, claim.rollout.finish == FINISH_EOS)
+        key = claim.task.index, claim.rollout.tokens, claim.rollout.finish
+        if key not in known:
+            text = completion_text(setting.policy.tokenizer, claim.tokens_N.tolist(), stop)
+            known[key] = setting.environment.score(claim.task, text, claim.rollout.finish == FINISH_EOS)
+        claim.reward = known[key]
         if claim.rollout.reward != claim.reward:
             claim.fail(ReasonCode.REWARD_MISMATCH, claimed=claim.rollout.reward, reward=claim.reward)

@@ -12,15 +12,17 @@ import numpy as np
 
 from protocol.errors import ReasonCode
 from protocol.records import FINISH_EOS, FINISH_LENGTH
-from verifier.checks.claim import Claim, Setting, standing
+from verifier.checks.claim import Claim, Setting, begins_of, joined, standing
 
 
 def check(claims: Sequence[Claim], setting: Setting) -> None:
     """At least one token, at most the cap; a stop token only at the end; the finish word says what happened."""
     stop = np.asarray(sorted(setting.stop_tokens), dtype=np.int64)
-    for claim in standing(claims):
+    open_claims = standing(claims)
+    is_stop_M = (joined([claim.tokens_N for claim in open_claims])[:, None] == stop).any(axis=1)
+    for claim, begin in zip(open_claims, begins_of([claim.tokens_N for claim in open_claims]), strict=True):
         count = len(claim.tokens_N)
-        stops = np.flatnonzero((claim.tokens_N[:, None] == stop).any(axis=1))
+        stops = np.flatnonzero(is_stop_M[begin : begin + count])
         ended = FINISH_EOS if len(stops) else FINISH_LENGTH
         whole = len(stops) == 1 and stops[0] == count - 1 if len(stops) else count == setting.max_new_tokens
         if not 1 <= count <= setting.max_new_tokens or not whole or claim.rollout.finish != ended:
