@@ -79,7 +79,8 @@ class StoredEntry:
 
 
 class Ledger:
-    """The one writer of a run's log. All methods belong to one thread (the event loop's); flushes use another."""
+    """The one writer of a run's log. All methods belong to one thread (the event loop's); flushes use another, and
+    `head`, `head_at`, `sign_head` and `entries` may be called from any."""
 
     @staticmethod
     def open(
@@ -157,15 +158,17 @@ class Ledger:
 
     def head(self) -> TreeHead:
         """The tree over all durable entries (unsigned; receipts and segments carry it under a signature)."""
-        return TreeHead(self._durable.size, self._durable.root(), self._last_time)
+        durable = self._durable  # replaced whole by a flush: size and root are of one moment in any thread
+        return TreeHead(durable.size, durable.root(), self._last_time)
 
     def head_at(self, size: int) -> TreeHead:
         """The tree over the first `size` durable entries. O(size) unless it is the newest."""
         if size == self._durable.size:
             return self.head()
         log = MerkleLog()
-        for (leaf,) in self._db.execute("SELECT leaf FROM leaves WHERE idx < ? ORDER BY idx", (size,)):
-            log.append(leaf)
+        with self._flush_lock:
+            for (leaf,) in self._db.execute("SELECT leaf FROM leaves WHERE idx < ? ORDER BY idx", (size,)):
+                log.append(leaf)
         if log.size != size:
             raise LedgerError(f"no tree of {size} entries: only {self._durable.size} are durable")
         return TreeHead(size, log.root(), self._last_time)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,15 +95,6 @@ def pack_segment(run: bytes, first: int, entries: Sequence[bytes], head: bytes) 
     return data + blake3(data).digest()
 
 
-def _write_segment(directory: Path, ledger: Ledger, entries: list[StoredEntry]) -> Path:
-    """One whole file, or none."""
-    first = entries[0].index
-    head = ledger.sign_head(ledger.head_at(first + len(entries))).raw
-    path = directory / segment_name(first)
-    write_atomic(path, pack_segment(ledger.run, first, [stored.raw_envelope for stored in entries], head))
-    return path
-
-
 def _chunks(entries: Iterator[StoredEntry]) -> Iterator[list[StoredEntry]]:
     chunk: list[StoredEntry] = []
     size = 0
@@ -116,33 +108,73 @@ def _chunks(entries: Iterator[StoredEntry]) -> Iterator[list[StoredEntry]]:
         yield chunk
 
 
-def seal_missing(ledger: Ledger, directory: Path) -> list[Path]:
-    """Write every durable entry that no segment holds yet; returns the new files (none when all is sealed).
+class Sealer:
+    """Writes a ledger's segments into one folder.
 
-    Safe at any moment and after any crash: a segment is whole or absent, and the next call continues behind the
-    last one.
-
-    Raises:
-        LedgerError: a segment in `directory` is damaged or belongs to another ledger.
-        OSError: the disk refuses.
+    The first call looks at what is there and checks that it continues this ledger; from then on only this writer adds
+    to the folder (the ledger has one, by its lock), so where the last segment ended is remembered and a call costs the
+    same however long the run is. `seal` may be called from any thread, while the ledger goes on.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    for part in directory.glob(".segment-*.part"):
-        part.unlink(missing_ok=True)  # left by a writer that was killed
-    start = 0
-    for path in sorted(directory.glob("segment-*.hwl")):
-        with path.open("rb") as file:
-            header = file.read(len(MAGIC) + _HEADER.size)
-        found = _HEADER.unpack(header[len(MAGIC) :]) if len(header) == len(MAGIC) + _HEADER.size else (b"", 0, 0)
-        run, first, count = found
-        if not header.startswith(MAGIC) or run != ledger.run or first != start or start + count > ledger.durable_size:
-            raise LedgerError(
-                f"{path} does not continue this ledger at entry {start}; the coordinator's operator must move it "
-                "away, it will be written again"
-            )
-        start += count
-    durable = itertools.takewhile(lambda stored: stored.index < ledger.durable_size, ledger.entries(start))
-    return [_write_segment(directory, ledger, chunk) for chunk in _chunks(durable)]
+
+    def __init__(self, ledger: Ledger, directory: Path) -> None:
+        self.directory = directory
+        self._ledger = ledger
+        self._end: int | None = None
+        """Entries that segments hold; None before the folder was looked at."""
+        self._lock = threading.Lock()
+
+    def seal(self) -> list[Path]:
+        """Write every durable entry that no segment holds yet; returns the new files (none when all is sealed).
+
+        Safe at any moment and after any crash: a segment is whole or absent, and the next call, in this process or
+        the next, continues behind the last one.
+
+        Raises:
+            LedgerError: a segment in the folder is damaged or belongs to another ledger.
+            OSError: the disk refuses; the same entries are tried again by the next call.
+        """
+        with self._lock:
+            if self._end is None:
+                self._end = self._sealed()
+            head = self._ledger.head()  # what becomes durable meanwhile is the next call's
+            entries = self._ledger.entries(self._end) if self._end < head.size else iter(())
+            durable = itertools.takewhile(lambda stored: stored.index < head.size, entries)
+            return [self._write(chunk, head) for chunk in _chunks(durable)]
+
+    def _sealed(self) -> int:
+        """How many entries the folder's segments hold."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for part in self.directory.glob(".segment-*.part"):
+            part.unlink(missing_ok=True)  # left by a writer that was killed
+        end = 0
+        for path in sorted(self.directory.glob("segment-*.hwl")):
+            with path.open("rb") as file:
+                header = file.read(len(MAGIC) + _HEADER.size)
+            found = _HEADER.unpack(header[len(MAGIC) :]) if len(header) == len(MAGIC) + _HEADER.size else (b"", 0, 0)
+            run, first, count = found
+            known = header.startswith(MAGIC) and run == self._ledger.run
+            if not known or first != end or end + count > self._ledger.durable_size:
+                raise LedgerError(
+                    f"{path} does not continue this ledger at entry {end}; the coordinator's operator must move it "
+                    "away, it will be written again"
+                )
+            end += count
+        return end
+
+    def _write(self, entries: list[StoredEntry], newest: TreeHead) -> Path:
+        """One whole file, or none."""
+        first, end = entries[0].index, entries[-1].index + 1
+        head = newest if end == newest.size else self._ledger.head_at(end)
+        signed = self._ledger.sign_head(head).raw
+        path = self.directory / segment_name(first)
+        write_atomic(path, pack_segment(self._ledger.run, first, [stored.raw_envelope for stored in entries], signed))
+        self._end = end
+        return path
+
+
+def seal_missing(ledger: Ledger, directory: Path) -> list[Path]:
+    """The same once, for whoever seals once: see `Sealer.seal`."""
+    return Sealer(ledger, directory).seal()
 
 
 def read_segments(directory: Path, run: Run) -> SealedLog:

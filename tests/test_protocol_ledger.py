@@ -20,7 +20,7 @@ from protocol.errors import LedgerError, ReasonCode
 from protocol.ledger import Ledger, file_system_of
 from protocol.merkle import MerkleLog, leaf_hash
 from protocol.records import LeaseClosed, LedgerEntry, TreeHead
-from protocol.segments import pack_segment, read_segments, seal_missing, segment_name
+from protocol.segments import Sealer, pack_segment, read_segments, seal_missing, segment_name
 from protocol.sequences import Sequences
 from tests.ledger_builder import START_MS, Chain, identity, make_manifest
 
@@ -274,6 +274,53 @@ def test_sealing_splits_large_ledgers(tmp_path, monkeypatch):
     paths = seal_missing(ledger, tmp_path / "ledger")
     assert [p.name for p in paths] == [segment_name(0), segment_name(5), segment_name(10)]
     assert read_segments(tmp_path / "ledger", Chain().run).problems == []
+    ledger.close()
+
+
+def test_a_sealed_segment_is_not_opened_again_however_long_the_run_is(tmp_path, monkeypatch):
+    opened = []
+    plain = Path.open
+
+    def counting(path, *args, **kwargs):
+        opened.append(path.name)
+        return plain(path, *args, **kwargs)
+
+    ledger = open_ledger(tmp_path)
+    sealer = Sealer(ledger, tmp_path / "ledger")
+    ledger.append_many([("grant", b"", b"")])
+    sealer.seal()
+    monkeypatch.setattr(Path, "open", counting)
+    for number in range(20):
+        ledger.append_many([("grant", bytes([number]), b"")])
+        assert [p.name for p in sealer.seal()] == [segment_name(1 + number)]
+    assert [name for name in opened if name.endswith(".hwl")] == []
+    assert sealer.seal() == []
+    monkeypatch.undo()
+    assert read_segments(tmp_path / "ledger", Chain().run).problems == []
+    ledger.close()
+
+
+async def test_a_segment_written_beside_the_run_holds_a_prefix_and_the_next_one_the_rest(tmp_path):
+    """The coordinator seals in a thread while entries come; a disk that refuses costs a later call nothing."""
+    ledger = open_ledger(tmp_path)
+    sealer = Sealer(ledger, tmp_path / "ledger")
+    for _ in range(6):
+        sealing = asyncio.create_task(asyncio.to_thread(sealer.seal))
+        for number in range(30):
+            ledger.append("grant", bytes([number]))
+            if number % 10 == 9:
+                await ledger.commit()
+        await sealing
+    sealer.seal()
+    ledger.append("grant", b"not sealed")
+    await ledger.commit()
+    (tmp_path / "ledger").rename(tmp_path / "away")
+    with pytest.raises(OSError):
+        sealer.seal()
+    (tmp_path / "away").rename(tmp_path / "ledger")
+    assert len(sealer.seal()) == 1
+    log = read_segments(tmp_path / "ledger", Chain().run)
+    assert log.problems == [] and log.size == ledger.size
     ledger.close()
 
 

@@ -26,7 +26,7 @@ from protocol.ledger import Appended, Ledger
 from protocol.logs import EventFile
 from protocol.manifest import Run
 from protocol.records import LedgerEntry, RoleGrant
-from protocol.segments import seal_missing
+from protocol.segments import Sealer
 from protocol.sequences import SequenceGuard, Sequences
 from protocol.state import RunState
 from trainer.proofs import ProofTree
@@ -84,6 +84,7 @@ class Book:
     guard: SequenceGuard = field(default_factory=SequenceGuard)
     """Highest sequence of each member's envelope kinds: what the ledger holds counts after a restart too."""
     monotonic: Callable[[], float] = time.monotonic
+    _sealer: Sealer | None = None
     _signed: tuple[float, int, bytes] | None = None
     """When the newest tree head was signed, over how many entries, and its envelope."""
 
@@ -190,8 +191,10 @@ class Book:
         await self.ledger.commit()
 
     def seal(self, directory: Path) -> list[Path]:
-        """Write what is durable and not yet sealed into the archive's `ledger/`."""
-        return seal_missing(self.ledger, directory)
+        """Write what is durable and not yet sealed into the archive's `ledger/`. May run in a thread of its own."""
+        if self._sealer is None or self._sealer.directory != directory:
+            self._sealer = Sealer(self.ledger, directory)
+        return self._sealer.seal()
 
     def grant(self, role: str, keys: list[bytes]) -> None:
         """Write the operator's grants that the ledger does not have yet."""
@@ -200,13 +203,16 @@ class Book:
                 self.append("grant", RoleGrant(key, role))
 
     def tree_head(self) -> bytes:
-        """A signed promise about all durable entries: signed anew at most every `TREE_S`, and only when they grew."""
+        """A signed promise about all durable entries: signed anew when they grew, at most every `TREE_S`; at once when
+        a policy is among them, so that whoever hears of a checkpoint gets a head that covers it (RULES 9)."""
         head = self.ledger.head()
-        due = self._signed is None or self.monotonic() - self._signed[0] >= TREE_S
-        if due and (self._signed is None or self._signed[1] != head.size):
-            self._signed = (self.monotonic(), head.size, self.ledger.sign_head(head).raw)
-        assert self._signed is not None
-        return self._signed[2]
+        newest = self.state.newest_policy
+        at, size, raw = self._signed or (-TREE_S, -1, b"")
+        announced = newest is not None and size <= newest.index < head.size
+        if size != head.size and (size < 0 or announced or self.monotonic() - at >= TREE_S):
+            raw = self.ledger.sign_head(head).raw
+            self._signed = (self.monotonic(), head.size, raw)
+        return raw
 
     def _take(self, appended: Appended) -> None:
         self.tree.append(appended.leaf)

@@ -54,8 +54,11 @@ from protocol.records import (
 from protocol.run_files import key_file, load_chain, read_updates
 from protocol.state import PolicyState
 from shardcast.errors import ShardcastError
+from shardcast.heads import publication_name
+from shardcast.publication import Key
 from shardcast.records import HEAD_KIND, Head
-from shardcast.store import published_heads
+from shardcast.store import published_heads, read_publication
+from shardcast.watch import POLL_S, FolderWatch
 from trainer import batches, keys, leases
 from trainer.blocking import Blocking
 from trainer.book import Book
@@ -72,8 +75,12 @@ from trainer.news import News
 from trainer.reports import Reports
 from trainer.status import StatusWriter
 
-HEAD_POLL_S = 0.02
-"""How often the origin's head file is looked at. It is on this machine's disk and read only when it changed."""
+HEAD_LOOK_S = 1.0
+"""The origin's head file is looked at when its folder changes, and at least this often."""
+
+SEAL_S = 2.0
+"""A policy is followed by a sealed segment at once, or this long after the last one. Seldomer lets auditors of a run
+that goes on see less of it; oftener leaves a file for each short step. The ledger itself waits for nothing."""
 
 STATUS_S = 1.0
 DIRECTORY_S = 1.0
@@ -97,6 +104,8 @@ class Coordinator:
         self.chain = load_run(config)
         self._clock = clock or Clock()
         self.phase = "starting"
+        self._policy = asyncio.Event()
+        """A policy was entered since the last segment."""
         self.restart = False
         """Ended to begin again in the same process, with keys the run's root changed."""
         self.news = News()
@@ -226,6 +235,7 @@ class Coordinator:
         """Run everything beside everything else; the first failure ends all."""
         beside: list[Coroutine[Any, Any, None]] = [
             self._watch_heads(),
+            self._seal_policies(),
             self._close_batches(),
             self._write_status(),
             self._watch_directory(),
@@ -294,12 +304,25 @@ class Coordinator:
         """Follow the origin: each new head becomes a `policy` event."""
         path = self.run_dir / "published" / "HEAD.hw"
         seen: tuple[int, int] | None = None
+        watch = FolderWatch()
+        try:
+            while True:
+                watch.add(path.parent)
+                mark = _mark(path)
+                if mark is not None and mark != seen:
+                    seen = mark
+                    await self._take_head(path)
+                await watch.wait(HEAD_LOOK_S if path.parent.is_dir() else POLL_S)
+        finally:
+            watch.close()
+
+    async def _seal_policies(self) -> None:
+        """Copy the ledger into the archive after each new policy, at most every `SEAL_S`."""
         while True:
-            mark = _mark(path)
-            if mark is not None and mark != seen:
-                seen = mark
-                await self._take_head(path)
-            await asyncio.sleep(HEAD_POLL_S)
+            await self._policy.wait()
+            self._policy.clear()
+            await asyncio.to_thread(self.book.seal, self.run_dir / "ledger")
+            await asyncio.sleep(SEAL_S)
 
     async def _take_head(self, path: Path) -> None:
         """Take in the newest head and those before it: several may have come while nobody looked."""
@@ -311,20 +334,30 @@ class Coordinator:
             if envelope.signer not in self.book.origins():
                 raise EnvelopeError("signed by a key that is not the run's origin's")
             head = envelope.record(Head)
-            between = published_heads(path.parent, self.run, after)
+            between = self._between(path.parent, after, (head.epoch, head.step))
         except (OSError, ProtocolError, ShardcastError) as exc:
             self.news.say(f"{path} does not hold ({exc}); the origin writes a new one with the next step")
             return
         if newest is not None and (head.epoch, head.step) <= (newest.epoch, newest.step):
             self._compare(newest, head)
             return
-        last = (head.epoch, head.step)
-        earlier = [subject for subject, other in between if (other.epoch, other.step) < last]
-        for subject in [*earlier, raw]:
+        for subject in [*between, raw]:
             self.book.append("policy", subject=subject)
         await self.book.commit()
-        self.book.seal(self.run_dir / "ledger")
+        self._policy.set()
         self.book.log.event("policy", step=head.step, epoch=head.epoch, root=head.root)
+
+    def _between(self, published: Path, after: Key | None, last: Key) -> list[bytes]:
+        """Heads before `last` that the ledger lacks. The folder holds every publication since the run began, so it is
+        listed only when one was missed; the newest is checked either way."""
+        if after is not None and last <= after:
+            return []
+        if after is not None and last == (after[0], after[1] + 1):
+            if (published / publication_name(last) / "head.hw").exists():
+                read_publication(published / publication_name(last), self.run)
+            return []
+        found = published_heads(published, self.run, after)
+        return [subject for subject, head in found if (head.epoch, head.step) < last]
 
     def _compare(self, newest: PolicyState, head: Head) -> None:
         known = self.book.state.policies.get((head.epoch, head.step), newest)
