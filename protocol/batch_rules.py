@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from protocol.errors import LedgerError
 from protocol.manifest import RunManifest
-from protocol.records import BatchClosed
+from protocol.records import BatchClosed, Lease
 from protocol.state_types import ACCEPTED, LeaseState, NodeState, PolicyState, SubmissionState
 
 Sample = tuple[bytes, int, int]
@@ -37,6 +37,7 @@ def check_batch(
         raise LedgerError(f"batch {closed.step} is of another epoch than the newest policy")
     samples: list[Sample] = []
     groups: Counter[tuple[int, int]] = Counter()
+    known: dict[int, Lease] = {}
     for item in closed.entries:
         submission = submissions.get(item.submission)
         if submission is None or item.rollout >= len(submission.outcomes):
@@ -46,11 +47,9 @@ def check_batch(
             raise LedgerError(
                 f"rollout {item.rollout} of submission {item.submission} was not accepted by verdict {item.verdict}"
             )
-        if nodes[submission.owner].state == "suspended":
-            raise LedgerError(f"submission {item.submission} is from a suspended node")
-        lease = leases[submission.lease_id].lease
-        if not 0 <= closed.step - lease.step <= manifest.leases.max_staleness:
-            raise LedgerError(f"submission {item.submission} was sampled by policy {lease.step}: too old, or too new")
+        lease = known.get(item.submission)
+        if lease is None:
+            lease = known[item.submission] = _trainable(closed, manifest, submission, nodes, leases)
         task, sample = divmod(item.rollout, lease.samples)
         groups[(item.submission, task)] += 1
         samples.append((lease.nonce, lease.tasks[task], sample))
@@ -60,3 +59,19 @@ def check_batch(
         if count != leases[submissions[number].lease_id].lease.samples:
             raise LedgerError(f"a part of a group of submission {number}: groups are trained whole or not at all")
     return samples
+
+
+def _trainable(
+    closed: BatchClosed,
+    manifest: RunManifest,
+    submission: SubmissionState,
+    nodes: Mapping[bytes, NodeState],
+    leases: Mapping[bytes, LeaseState],
+) -> Lease:
+    """The lease of a submission this batch may take rollouts of; raises LedgerError otherwise."""
+    if nodes[submission.owner].state == "suspended":
+        raise LedgerError(f"submission {submission.index} is from a suspended node")
+    lease = leases[submission.lease_id].lease
+    if not 0 <= closed.step - lease.step <= manifest.leases.max_staleness:
+        raise LedgerError(f"submission {submission.index} was sampled by policy {lease.step}: too old, or too new")
+    return lease

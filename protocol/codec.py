@@ -13,6 +13,7 @@ Not covered: signatures (`envelope`), and semantics beyond shape and bounds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -23,6 +24,10 @@ from protocol.errors import DecodeError, ReasonCode
 
 R = TypeVar("R")
 
+REMEMBERED = 32
+REMEMBERED_BYTES = 64 * 1024
+"""Small records decoded last are not decoded again: a verdict or lease is read by its handler, the fold and the window,
+each from the same bytes. At most 2 MiB of bytes, and some ten times that as objects."""
 
 Read = Callable[[Any], Any]
 """Turns a decoded msgpack value into a field's value or raises DecodeError."""
@@ -298,6 +303,13 @@ def decode(cls: type[R], raw: bytes) -> R:
     Raises:
         DecodeError: over the record's size bound, not msgpack, or a field outside its spec.
     """
+    if type(raw) is bytes and len(raw) <= REMEMBERED_BYTES:
+        again: R = _decode_once(cls, raw)  # a frozen record may be shared
+        return again
+    return _decode(cls, raw)
+
+
+def _decode(cls: type[R], raw: bytes) -> R:
     _check_size(cls, raw)
     try:
         value = msgpack.unpackb(raw, raw=False, strict_map_key=True, use_list=True)
@@ -305,6 +317,10 @@ def decode(cls: type[R], raw: bytes) -> R:
         raise DecodeError(f"{cls.__name__}: not msgpack ({type(exc).__name__})") from exc
     decoded: R = _READERS[cls](value)
     return decoded
+
+
+_decode_once: Any = functools.lru_cache(REMEMBERED)(_decode)
+"""Only what was decoded is remembered: bytes that were refused are looked at, and refused, again."""
 
 
 def _check_size(cls: type[Any], raw: bytes) -> None:

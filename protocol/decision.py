@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from protocol.records import ACCEPT, REJECT
+from protocol.records import ACCEPT, REJECT, Outcome
 from protocol.state_types import (
     ACCEPTED,
     DISCARDED,
@@ -39,7 +39,17 @@ validator that runs out of memory decides that honest work is lost."""
 def weigh(submission: SubmissionState) -> tuple[RolloutOutcome, ...]:
     """What the verdicts so far say of each rollout; PENDING where another round could still settle it."""
     verdicts = sorted(submission.verdicts.values(), key=lambda state: state.index)
-    return tuple(_weigh_one(verdicts, i) for i in range(len(submission.outcomes)))
+    if not verdicts:
+        return (RolloutOutcome(),) * len(submission.outcomes)
+    said: dict[tuple[Outcome, ...], RolloutOutcome] = {}  # most rollouts of a lease are told the same
+    weighed = []
+    for position in range(len(submission.outcomes)):
+        words = tuple(state.verdict.outcomes[position] for state in verdicts)
+        outcome = said.get(words)
+        if outcome is None:
+            outcome = said[words] = _weigh_one(verdicts, position)
+        weighed.append(outcome)
+    return tuple(weighed)
 
 
 def _weigh_one(verdicts: list[VerdictState], position: int) -> RolloutOutcome:
@@ -67,10 +77,11 @@ def _weigh_one(verdicts: list[VerdictState], position: int) -> RolloutOutcome:
 
 def contested(submission: SubmissionState) -> str:
     """The reason of a REJECT that waits to be repeated or contradicted; empty when there is none."""
+    heard = [state.verdict.outcomes for state in submission.verdicts.values()]
+    if not any(outcome.outcome == REJECT for outcomes in heard for outcome in outcomes):
+        return ""
     for position, outcome in enumerate(weigh(submission)):
-        if outcome.status == PENDING and any(
-            state.verdict.outcomes[position].outcome == REJECT for state in submission.verdicts.values()
-        ):
+        if outcome.status == PENDING and any(outcomes[position].outcome == REJECT for outcomes in heard):
             return outcome.reason
     return ""
 
@@ -80,13 +91,18 @@ def next_round(submission: SubmissionState) -> int | None:
 
     A second draw by rate is not in here: it needs the period's secret (`draws.wants_second`).
     """
+    return _next_round(submission, None)
+
+
+def _next_round(submission: SubmissionState, outcomes: tuple[RolloutOutcome, ...] | None) -> int | None:
+    """The same, with what `weigh` says for who knows it already."""
     if submission.verdict_index is not None or (submission.outcomes and submission.outcomes[0].status == DISCARDED):
         return None
     if submission.open_rounds:
         return None
     if not submission.verdicts:
         return 1
-    statuses = {outcome.status for outcome in weigh(submission)}
+    statuses = {outcome.status for outcome in (weigh(submission) if outcomes is None else outcomes)}
     if REJECTED in statuses or PENDING not in statuses:
         return None
     used = max(submission.jobs)
@@ -98,10 +114,11 @@ def decide(submission: SubmissionState) -> tuple[RolloutOutcome, ...] | None:
     if not submission.verdicts:
         return None
     outcomes = weigh(submission)
-    if all(outcome.status != REJECTED for outcome in outcomes) and (
-        submission.open_rounds or next_round(submission) is not None
-    ):
+    statuses = {outcome.status for outcome in outcomes}
+    if REJECTED not in statuses and (submission.open_rounds or _next_round(submission, outcomes) is not None):
         return None
+    if PENDING not in statuses:
+        return outcomes
     return tuple(
         RolloutOutcome(UNDECIDED, outcome.reason) if outcome.status == PENDING else outcome for outcome in outcomes
     )
@@ -113,6 +130,8 @@ def others(submission: SubmissionState, round_number: int) -> Mapping[bytes, boo
     The value says whether that validator may be asked once more when nobody else is there: it answered, and found
     nothing, either way, about any rollout that is still open (about none at all, when no rollout is).
     """
+    if submission.jobs.keys() <= {round_number}:
+        return {}
     count = len(submission.outcomes)
     still_open = [i for i, outcome in enumerate(weigh(submission)) if outcome.status == PENDING] or range(count)
     found: dict[bytes, bool] = {}

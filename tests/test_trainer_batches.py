@@ -26,6 +26,7 @@ from protocol.records import (
 from protocol.state import RunState
 from tests.test_trainer_leases import Bench
 from trainer import batches, init
+from trainer.decoded import Decoded
 from trainer.window import Window
 
 TOKENS = np.asarray([5, 6, 1], "<u4").tobytes()
@@ -112,6 +113,36 @@ def test_an_archive_that_lost_or_changed_a_record_makes_no_batch(tmp_path: Path,
     assert lost.value.code is ReasonCode.RECORD_MISSING
 
 
+def test_what_was_decoded_lately_is_not_read_again_and_gives_the_same_batch(tmp_path: Path) -> None:
+    archive = filled(tmp_path)
+    fresh = archive.build()[1]
+    for index, submission in archive.state.submissions.items():
+        batches.read_submission(archive.files, submission)
+        details = batches.read_details(archive.state, archive.files, index, submission.verdicts[1].index)
+        stated = submission.verdicts[1].verdict.details
+        archive.files.decoded.keep(stated, details, 1000, len(details.rollouts))
+    for path in (tmp_path / "submissions").iterdir():
+        path.unlink()
+    assert archive.build()[1] == fresh
+    archive.files = batches.Files(tmp_path)
+    with pytest.raises(LedgerError, match="restore the run directory"):
+        archive.build()
+
+
+def test_what_is_kept_decoded_is_bounded_by_bytes_and_the_oldest_goes_first() -> None:
+    kept = Decoded(max_bytes=10_000)
+    records = {bytes([number]) * 32: VerdictDetails((RolloutDetail(bytes(number), 0.0, ()),)) for number in range(20)}
+    for digest, record in records.items():
+        kept.keep(digest, record, 2000, 1)
+        kept.get(VerdictDetails, bytes(32))
+        assert kept.held_bytes <= 10_000
+    held = [digest[0] for digest in records if kept.get(VerdictDetails, digest) is not None]
+    assert held == [0, 18, 19], "three fit; the one asked for again and again stays"
+    assert kept.get(Submission, bytes([19]) * 32) is None, "another class of record has other bytes"
+    kept.keep(bytes([99]) * 32, records[bytes(32)], 10_001, 0)
+    assert kept.get(VerdictDetails, bytes([99]) * 32) is None and kept.held_bytes <= 10_000
+
+
 def test_verdicts_whose_details_could_not_make_a_batch_are_refused(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
     lease = archive.take("node-0")
@@ -123,7 +154,7 @@ def test_verdicts_whose_details_could_not_make_a_batch_are_refused(tmp_path: Pat
         stated = (Outcome(ACCEPT, "holds"),) * outcomes
         bound = blake3(details).digest() if digest is None else digest
         verdict = Verdict(bytes(16), submission.intent.digest, 1, stated, bound, 1)
-        batches.check_details(verdict, details, submission, lease, lambda: upload)
+        batches.check_details(verdict, details, submission, lease, lambda: batches.open_submission(upload, submission))
 
     check(details_of(lease))
     with pytest.raises(DecodeError, match="not the ones the verdict names"):

@@ -284,7 +284,9 @@ async def test_details_are_bounded_by_their_lease_before_they_are_decoded(tmp_pa
         raw = b"\x90" * (details_bound(len(verdict.outcomes), lease.max_new_tokens) + 1)
         lying = Verdict(verdict.job_id, verdict.digest, 1, verdict.outcomes, blake3(raw).digest(), 1)
         with pytest.raises(DecodeError) as caught:
-            batches.check_details(lying, raw, book.state.submissions[index], lease, lambda: b"")
+            submission = book.state.submissions[index]
+            opens = lambda: batches.read_submission(desk.coordinator.files, submission)  # noqa: E731
+            batches.check_details(lying, raw, submission, lease, opens)
         assert caught.value.code is ReasonCode.OVERSIZE
 
 

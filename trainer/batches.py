@@ -12,7 +12,7 @@ Not covered: advantages and losses (the learner), whether a verdict is right (`v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zstandard
@@ -37,6 +37,7 @@ from protocol.records import (
 )
 from protocol.seeds import group_id
 from protocol.state import RunState, SubmissionState
+from trainer.decoded import Decoded
 from trainer.leases import batch_rollouts
 from trainer.window import Group, Window
 
@@ -46,9 +47,10 @@ PromptIds = Callable[[bytes, int], bytes]
 
 @dataclass(frozen=True)
 class Files:
-    """Where the archive keeps what batches are made from."""
+    """Where the archive keeps what batches are made from, and what of it was decoded lately."""
 
     run_dir: Path
+    decoded: Decoded = field(default_factory=Decoded, compare=False)
 
     def submission(self, lease_id: bytes) -> Path:
         return self.run_dir / "submissions" / f"{lease_id.hex()}.hws"
@@ -120,13 +122,20 @@ def build(
         LedgerError: a submission or verdict that the ledger names is missing or differs in the archive.
     """
     read: dict[tuple[int, int], Judged] = {}
+    named: dict[tuple[int, int], tuple[bytes, bytes]] = {}
     rollouts = []
     for entry in entries:
         judged = read.get((entry.submission, entry.verdict))
         if judged is None:
             judged = read_judged(state, files, entry.submission, entry.verdict)
             read[(entry.submission, entry.verdict)] = judged
-        rollouts.append(judged.training(entry, prompt_ids))
+        position = entry.rollout // judged.lease.samples
+        names = named.get((entry.submission, position))
+        if names is None:  # once a group: it shares task, prompt and name
+            task = judged.lease.tasks[position]
+            names = (group_id(judged.lease.nonce, task), prompt_ids(judged.lease.environment, task))
+            named[(entry.submission, position)] = names
+        rollouts.append(judged.training(entry, *names))
     return codec.encode(Batch(run.id, epoch, step, tuple(rollouts)))
 
 
@@ -144,17 +153,16 @@ class Judged:
     rollouts: tuple[Rollout, ...]
     details: tuple[RolloutDetail, ...]
 
-    def training(self, entry: BatchEntry, prompt_ids: PromptIds) -> TrainingRollout:
+    def training(self, entry: BatchEntry, group: bytes, prompt: bytes) -> TrainingRollout:
         rollout, detail = self.rollouts[entry.rollout], self.details[entry.rollout]
-        task = self.lease.tasks[entry.rollout // self.lease.samples]
         return TrainingRollout(
             submission=entry.submission,
             verdict=entry.verdict,
             rollout=entry.rollout,
-            group=group_id(self.lease.nonce, task),
+            group=group,
             epoch=self.lease.epoch,
             step=self.lease.step,
-            prompt=prompt_ids(self.lease.environment, task),
+            prompt=prompt,
             tokens=rollout.tokens,
             logprobs=detail.logprobs,
             reward=detail.reward,
@@ -162,20 +170,35 @@ class Judged:
 
 
 def read_judged(state: RunState, files: Files, index: int, verdict: int) -> Judged:
-    """Read a decided submission and the details of one of its verdicts from the archive, checking both hashes.
+    """A decided submission and the details of one of its verdicts: from the archive, checking both hashes, unless they
+    were decoded lately.
 
     Raises:
         LedgerError: missing, or not what the ledger names.
     """
     submission = state.submissions[index]
     lease = state.leases[submission.lease_id].lease
-    upload = _read(files.submission(submission.lease_id), submission.intent.digest, f"submission/{index}")
-    details = read_details(state, files, index, verdict)
+    opened, details = read_submission(files, submission), read_details(state, files, index, verdict)
+    return Judged(index, lease, opened.rollouts, details.rollouts)
+
+
+def read_submission(files: Files, submission: SubmissionState) -> Submission:
+    """An upload the ledger names, decoded.
+
+    Raises:
+        LedgerError: the archive lost or changed it, or it does not open.
+    """
+    digest, record = submission.intent.digest, f"submission/{submission.index}"
+    known = files.decoded.get(Submission, digest)
+    if known is not None:
+        return known
+    upload = _read(files.submission(submission.lease_id), digest, record)
     try:
         opened = open_submission(upload, submission)
     except ProtocolError as exc:
-        raise LedgerError(f"submission/{index} does not open again: {exc}", exc.code) from exc
-    return Judged(index, lease, opened.rollouts, details.rollouts)
+        raise LedgerError(f"{record} does not open: {exc}", exc.code) from exc
+    files.decoded.keep(digest, opened, submission.intent.raw_length, len(opened.rollouts))
+    return opened
 
 
 def read_details(state: RunState, files: Files, index: int, verdict: int) -> VerdictDetails:
@@ -189,6 +212,9 @@ def read_details(state: RunState, files: Files, index: int, verdict: int) -> Ver
     if number is None:
         raise LedgerError(f"submission {index} has no verdict {verdict}", ReasonCode.BATCH_WRONG)
     stated = submission.verdicts[number].verdict.details
+    known = files.decoded.get(VerdictDetails, stated)
+    if known is not None:
+        return known
     raw = _read(files.details(submission.lease_id, number), stated, f"verdict/{verdict}")
     try:
         return codec.decode(VerdictDetails, raw)
@@ -231,15 +257,16 @@ def open_submission(raw: bytes, submission: SubmissionState) -> Submission:
 
 
 def check_details(
-    verdict: Verdict, raw: bytes, submission: SubmissionState, lease: Lease, upload: Callable[[], bytes]
+    verdict: Verdict, raw: bytes, submission: SubmissionState, lease: Lease, upload: Callable[[], Submission]
 ) -> VerdictDetails:
     """The details of a verdict, unless they could not make a batch.
 
     Args:
         raw: the attachment, codec bytes of `VerdictDetails`.
-        upload: reads the submission's compressed bytes; called only when something was accepted.
+        upload: opens the submission; called only when something was accepted.
 
     Raises:
+        LedgerError: the submission does not open.
         DecodeError: details of another hash or shape, or an accepted rollout that is no rollout of this lease.
     """
     if blake3(raw).digest() != verdict.details:
@@ -253,7 +280,7 @@ def check_details(
     accepted = [i for i, outcome in enumerate(verdict.outcomes) if outcome.outcome == ACCEPT]
     if not accepted:
         return details
-    rollouts = open_submission(upload(), submission).rollouts
+    rollouts = upload().rollouts
     for position in accepted:
         if position >= len(rollouts):
             raise DecodeError(f"rollout {position} was accepted but never submitted")

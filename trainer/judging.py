@@ -17,12 +17,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from protocol import codec, decision, draws
 from protocol.control import Member
 from protocol.envelope import seal
-from protocol.errors import DecodeError, ProtocolError, ReasonCode
+from protocol.errors import ProtocolError, ReasonCode
 from protocol.files import write_atomic
 from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, Verdict, VerdictDetails
 from protocol.state import NodeState, SubmissionState
@@ -255,10 +254,11 @@ class Judging:
         node = self.book.state.nodes[member.key]
         held = self.book.state.leases[submission.lease_id]
         details = batches.check_details(
-            verdict, attachment, submission, held.lease, lambda: read_upload(self.files.submission(held.lease_id))
+            verdict, attachment, submission, held.lease, lambda: batches.read_submission(self.files, submission)
         )
         path = self.files.details(held.lease_id, job.round)
         await asyncio.to_thread(write_atomic, path, attachment)
+        self.files.decoded.keep(verdict.details, details, len(attachment), len(details.rollouts))
         if self._find(node, verdict) is None:
             return Ack("already counted")
         self._count(member.envelope.raw, submission, job, details)
@@ -330,11 +330,3 @@ class Judging:
             self.news.say(f"the second validator did not repeat it: {owner.name} is {owner.state} again")
         elif before == "probation" and owner.state == "active":
             self.news.say(f"{owner.name} is active: {owner.accepted} of its rollouts were accepted")
-
-
-def read_upload(path: Path) -> bytes:
-    """The compressed bytes of a submission. Raises DecodeError when the archive lost them."""
-    try:
-        return path.read_bytes()
-    except OSError as exc:
-        raise DecodeError(f"{path} cannot be read: {exc}", ReasonCode.RECORD_MISSING) from exc

@@ -10,12 +10,14 @@ Not covered: decisions (`leases`, `drawing`, `batches`), which read the state an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from protocol.envelope import parse
 from protocol.records import Lease, LedgerEntry
 from protocol.state import ACCEPTED, PENDING, UNDECIDED, LeaseState, RunState, SubmissionState
+
+_NO_GROUPS = frozenset({"policy", "lease", "job", "validators", "draws.opened", "draws.revealed", "grant"})
+"""Events that change the status of no group there is."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,16 @@ class Window:
     """Batches closed, which is the step of the next one."""
     settled: Counter[str] = field(default_factory=Counter)
     """Final outcomes of rollouts by status."""
+    _groups: dict[bytes, list[Group]] = field(default_factory=dict, repr=False, compare=False)
+    """Lease -> its groups, since the last entry that can change one: each request of each node asks for them."""
     outages: list[tuple[int, int]] = field(default_factory=list)
     """(ledger index, milliseconds) of each time the coordinator was away."""
     last_time: int = 0
 
     def observe(self, index: int, entry: LedgerEntry) -> None:
         """Follow one entry that the state has already applied."""
+        if entry.event not in _NO_GROUPS:
+            self._groups.clear()
         if entry.event == "incarnation":
             self.outages.append((index, max(0, entry.time - self.last_time)))
         self.last_time = entry.time
@@ -203,27 +209,34 @@ class Window:
         """Whether the next batch could still take this lease's rollouts."""
         return lease.lease.step >= self.batches - self.max_staleness
 
-    def groups(self, lease_id: bytes) -> Iterator[Group]:
+    def groups(self, lease_id: bytes) -> list[Group]:
         """The groups of one lease, task by task."""
-        held = self.state.leases[lease_id]
-        lease = held.lease
-        submission = None if held.submission is None else self.state.submissions[held.submission]
-        for position, task in enumerate(lease.tasks):
-            rollouts = tuple(range(position * lease.samples, (position + 1) * lease.samples))
-            yield Group(lease_id, task, lease.step, rollouts, self._status(held, submission, rollouts))
+        known = self._groups.get(lease_id)
+        if known is None:
+            known = self._groups[lease_id] = self._make_groups(self.state.leases[lease_id])
+        return known
 
-    def _status(self, held: LeaseState, submission: SubmissionState | None, rollouts: tuple[int, ...]) -> str:
+    def _make_groups(self, held: LeaseState) -> list[Group]:
+        lease, count = held.lease, held.lease.samples
+        submission = None if held.submission is None else self.state.submissions[held.submission]
         if held.status == "closed" or self.state.nodes[held.owner].state == "suspended":
+            whole = "dead"
+        else:
+            whole = "open" if submission is None else ""
+        out = []
+        for position, task in enumerate(lease.tasks):
+            rollouts = tuple(range(position * count, (position + 1) * count))
+            status = whole if submission is None else whole or self._status(submission, rollouts)
+            out.append(Group(held.lease_id, task, lease.step, rollouts, status))
+        return out
+
+    def _status(self, submission: SubmissionState, rollouts: tuple[int, ...]) -> str:
+        found = {outcome.status for outcome in submission.outcomes[rollouts[0] : rollouts[-1] + 1]}
+        if not found <= {PENDING, ACCEPTED}:
             return "dead"
-        if submission is None:
-            return "open"
-        outcomes = [submission.outcomes[i].status for i in rollouts]
-        if any(status not in (PENDING, ACCEPTED) for status in outcomes):
-            return "dead"
-        if PENDING in outcomes:
+        if PENDING in found:
             return "undecided"
-        trained = (submission.index, rollouts[0]) in self.state.trained
-        return "trained" if trained else "accepted"
+        return "trained" if (submission.index, rollouts[0]) in self.state.trained else "accepted"
 
     def outage_ms(self, since: int) -> int:
         """Milliseconds the coordinator was away after ledger index `since`; lease durations stop meanwhile."""
