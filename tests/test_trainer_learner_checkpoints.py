@@ -111,7 +111,7 @@ def test_a_full_disk_leaves_no_checkpoint_behind(tmp_path: Path, monkeypatch: py
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "write_atomic", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         write_checkpoint(tmp_path, epoch=0, step=0, weights=WEIGHTS)
     assert list(tmp_path.iterdir()) == []

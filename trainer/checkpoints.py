@@ -14,11 +14,12 @@ Not covered: publishing (`shardcast.origin`), which steps to take (`trainer.lear
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,21 @@ from typing import Any
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from protocol.errors import ReasonCode
-from protocol.files import fsync_dir, write_atomic
+from protocol.files import fsync_dir
+from protocol.limits import MIB
+from shardcast.layout import Layout, TensorSpec, safetensors_header
 from trainer.errors import TrainerError
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
 RECORD = "checkpoint.json"
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""What weights may be stored as, by safetensors' names."""
+
 KEEP_AT_LEAST = 3
 """Never fewer: a batch closes up to two steps after the oldest policy that the origin may still have to publish."""
 
@@ -88,12 +94,11 @@ def write_checkpoint(
         files = {WEIGHTS: _write_tensors(aside / WEIGHTS, weights)}
         if optimizer is not None and state is not None:
             files[OPTIMIZER] = _write_tensors(aside / OPTIMIZER, optimizer)
-            text = json.dumps(state, indent=1).encode()
-            write_atomic(aside / STATE, text)
-            files[STATE] = (len(text), blake3(text).hexdigest())
+            files[STATE] = _write(aside / STATE, [json.dumps(state, indent=1).encode()])
         table = {name: {"size": size, "blake3": digest} for name, (size, digest) in files.items()}
         record = {"epoch": epoch, "step": step, "files": table}
-        write_atomic(aside / RECORD, json.dumps(record, indent=1).encode())
+        _write(aside / RECORD, [json.dumps(record, indent=1).encode()])
+        fsync_dir(aside)
         if place.exists():
             # Only something that is no whole checkpoint can lie here (the learner never writes a step twice).
             shutil.rmtree(place)
@@ -106,15 +111,27 @@ def write_checkpoint(
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """safetensors orders by item size, then name: the canonical layout of `shardcast.layout`."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fchmod(fd, 0o644)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return path.stat().st_size, blake3().update_mmap(path).hexdigest()
+    """A safetensors file in the canonical order of `shardcast.layout`: largest items first, then by name."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    specs, offset = [], 0
+    for name in names:
+        tensor = tensors[name]
+        specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), offset, tensor.nbytes))
+        offset += tensor.nbytes
+    flat = (tensors[name].detach().contiguous().reshape(-1).view(torch.uint8) for name in names)
+    return _write(path, itertools.chain([safetensors_header(Layout(tuple(specs)))], (one.numpy().data for one in flat)))
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Make the file durable; its size and BLAKE3 are taken on the way. Its folder gets its name only when whole."""
+    digest = blake3()
+    with path.open("xb", buffering=MIB) as out:
+        for part in parts:
+            out.write(part)
+            digest.update(part)
+        out.flush()
+        os.fsync(out.fileno())
+        return out.tell(), digest.hexdigest()
 
 
 def find_checkpoints(root: Path, say: Callable[[str], None]) -> list[Checkpoint]:
@@ -212,6 +229,10 @@ def prune(found: list[Checkpoint], keep: int) -> list[Checkpoint]:
     for checkpoint in found:
         if checkpoint not in stay:
             # The record goes first: a kill in between leaves something that is plainly not a checkpoint.
-            (checkpoint.directory / RECORD).unlink(missing_ok=True)
-            shutil.rmtree(checkpoint.directory)
+            for name in (RECORD, *checkpoint.files):
+                (checkpoint.directory / name).unlink(missing_ok=True)
+            try:
+                checkpoint.directory.rmdir()
+            except OSError:  # somebody's own files lie there too
+                shutil.rmtree(checkpoint.directory)
     return [c for c in found if c in stay]

@@ -55,7 +55,7 @@ BATCH_DEADLINE_S = 24 * 3600.0
 """A run that makes no batch for a day is not running. The learner ends with an error; starting it again is safe."""
 
 STOP_GRACE_S = 1.5
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {name: dtype for dtype, name in checkpoints.DTYPE_NAMES.items()}
 
 Say = Callable[[str], None]
 
