@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -29,8 +31,23 @@ REMEMBERED_BYTES = 64 * 1024
 """Small records decoded last are not decoded again: a verdict or lease is read by its handler, the fold and the window,
 each from the same bytes. At most 2 MiB of bytes, and some ten times that as objects."""
 
+MANY = 8
+"""From this many items on a list is looked at by columns: fewer are read as fast one by one."""
+
 Read = Callable[[Any], Any]
 """Turns a decoded msgpack value into a field's value or raises DecodeError."""
+
+ReadMany = Callable[[Sequence[Any]], Sequence[Any] | None]
+"""The same for one field of many records at once, without a Python call for each: their values when all are plainly as
+they should be, else None, and each is read by its `Read`, which says what is wrong. Never called with none."""
+
+
+def _one_by_one(values: Sequence[Any]) -> None:
+    return None
+
+
+def _all_of(kind: type[Any], values: Sequence[Any]) -> bool:
+    return set(map(type, values)) == {kind}
 
 
 class Spec:
@@ -47,6 +64,10 @@ class Spec:
     def read(self, value: Any, where: str) -> Any:
         """One value by hand; whoever reads many makes a `reader`."""
         return self.reader(where)(value)
+
+    def reader_of_many(self) -> ReadMany:
+        """See `ReadMany`. It lets nothing through that `reader` refuses or changes."""
+        return _one_by_one
 
     def writer(self) -> Callable[[Any], Any] | None:
         """Turns a field's value into what msgpack packs; None when it is packed as it is."""
@@ -69,6 +90,10 @@ class UInt(Spec):
 
         return read
 
+    def reader_of_many(self) -> ReadMany:
+        end = 1 << self.bits
+        return lambda values: values if _all_of(int, values) and min(values) >= 0 and max(values) < end else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Real(Spec):
@@ -85,6 +110,9 @@ class Real(Spec):
             raise DecodeError(f"{where}: not a finite number")
 
         return read
+
+    def reader_of_many(self) -> ReadMany:
+        return lambda values: values if _all_of(float, values) and all(map(math.isfinite, values)) else None
 
     def writer(self) -> Callable[[Any], Any]:
         return float
@@ -119,6 +147,10 @@ class Fixed(Spec):
 
         return read
 
+    def reader_of_many(self) -> ReadMany:
+        size = self.size
+        return lambda values: values if _all_of(bytes, values) and set(map(len, values)) == {size} else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Blob(Spec):
@@ -142,6 +174,17 @@ class Blob(Spec):
 
         return read
 
+    def reader_of_many(self) -> ReadMany:
+        limit, unit = self.limit, self.unit
+
+        def read(values: Sequence[Any]) -> Sequence[Any] | None:
+            if not _all_of(bytes, values):
+                return None
+            sizes = set(map(len, values))
+            return None if max(sizes) > limit or any(size % unit for size in sizes) else values
+
+        return read
+
 
 @dataclasses.dataclass(frozen=True)
 class Text(Spec):
@@ -162,6 +205,14 @@ class Text(Spec):
 
         return read
 
+    def reader_of_many(self) -> ReadMany:
+        limit = self.limit
+        return lambda values: (
+            values
+            if _all_of(str, values) and all(map(str.isascii, values)) and max(map(len, values)) <= limit
+            else None
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Seq(Spec):
@@ -171,14 +222,33 @@ class Seq(Spec):
     limit: int
 
     def reader(self, where: str) -> Read:
-        limit, read_item = self.limit, self.item.reader(where)
+        limit, read_item, read_many = self.limit, self.item.reader(where), self.item.reader_of_many()
 
         def read(value: Any) -> Any:
             if type(value) is not list:
                 raise DecodeError(f"{where}: not a list")
             if len(value) > limit:
                 raise DecodeError(f"{where}: {len(value)} items, over the bound of {limit}", ReasonCode.OVERSIZE)
-            return tuple([read_item(item) for item in value])
+            whole = read_many(value) if len(value) >= MANY else None
+            return tuple([read_item(item) for item in value] if whole is None else whole)
+
+        return read
+
+    def reader_of_many(self) -> ReadMany:
+        limit, read_many = self.limit, self.item.reader_of_many()
+
+        def read(values: Sequence[Any]) -> Sequence[Any] | None:
+            if not _all_of(list, values):
+                return None
+            sizes = list(map(len, values))
+            if max(sizes) > limit:
+                return None
+            items = list(itertools.chain.from_iterable(values))
+            whole = read_many(items) if items else items
+            if whole is None:
+                return None
+            rest = iter(whole)
+            return [tuple(itertools.islice(rest, size)) for size in sizes]
 
         return read
 
@@ -195,6 +265,9 @@ class Sub(Spec):
 
     def reader(self, where: str) -> Read:
         return _record_reader(self.record, f"{where}.{self.record.__name__}")
+
+    def reader_of_many(self) -> ReadMany:
+        return _record_reader_of_many(self.record)
 
     def writer(self) -> Callable[[Any], Any]:
         return _record_writer(self.record)
@@ -255,13 +328,45 @@ def _record_reader(cls: type[Any], where: str) -> Read:
     return read
 
 
+def _record_reader_of_many(cls: type[Any]) -> ReadMany:
+    """Reads lists into records of class `cls`, field by field: all their first values, all their second ones."""
+    fields = [(name, spec.reader_of_many()) for name, spec, _ in _read_fields(cls)]
+    names, count, make = [name for name, _ in fields], len(fields), object.__new__
+
+    def read(values: Sequence[Any]) -> Sequence[Any] | None:
+        if not _all_of(list, values) or set(map(len, values)) != {count} or not count:
+            return None
+        columns = []
+        for (_, read_many), column in zip(fields, zip(*values, strict=True), strict=True):
+            whole = read_many(column)
+            if whole is None:
+                return None
+            columns.append(whole)
+        records = []
+        for row in zip(*columns, strict=True):
+            made = make(cls)
+            made.__dict__.update(zip(names, row, strict=True))
+            records.append(made)
+        return records
+
+    return read
+
+
 def _record_writer(cls: type[Any]) -> Callable[[Any], list[Any]]:
     """Writes a record as a list of its fields in order."""
     fields = [(name, spec.writer()) for name, spec, _ in _read_fields(cls)]
+    if len(fields) < 2:
+        return lambda record: [
+            record.__dict__[name] if write is None else write(record.__dict__[name]) for name, write in fields
+        ]
+    take = operator.itemgetter(*(name for name, _ in fields))
+    changed = [(at, write) for at, (_, write) in enumerate(fields) if write is not None]
 
     def write(record: Any) -> list[Any]:
-        held = record.__dict__
-        return [held[name] if write is None else write(held[name]) for name, write in fields]
+        row = list(take(record.__dict__))
+        for at, write_field in changed:
+            row[at] = write_field(row[at])
+        return row
 
     return write
 
