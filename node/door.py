@@ -27,5 +27,5 @@ async def ask_door(session: aiohttp.ClientSession, door: str, run: bytes, questi
             if reply.status != 200:
                 raise TransportError(f"{url} answered HTTP {reply.status}")
             return await read_bounded(reply.content, limit)
-    except (aiohttp.ClientError, OSError, TimeoutError) as exc:
+    except (aiohttp.ClientError, OSError, ValueError) as exc:
         raise TransportError(f"{url} was not reached: {http_failure_in_words(exc)}") from exc

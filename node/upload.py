@@ -233,7 +233,7 @@ class Uploader:
                 self.bytes_sent += len(blob)
                 body = await read_bounded(reply.content, MAX_ENVELOPE_BYTES)
                 status, retry_after = reply.status, reply.headers.get("Retry-After", "")
-        except (aiohttp.ClientError, OSError, TimeoutError) as exc:
+        except (aiohttp.ClientError, OSError, ValueError) as exc:
             raise _LaterError(f"{url} was not reached: {http_failure_in_words(exc)}") from exc
         if status == 200:
             return body

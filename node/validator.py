@@ -230,7 +230,7 @@ class ValidatorNode(Worker[Assignment]):
                     problem = "other bytes than the job names"
                 else:
                     return blob
-            except (aiohttp.ClientError, OSError, TimeoutError, ProtocolError) as exc:
+            except (aiohttp.ClientError, OSError, ValueError, ProtocolError) as exc:
                 problem = http_failure_in_words(exc)
             await backoff.wait()
         raise ProtocolError(f"{url} did not give the submission: {problem}", ReasonCode.UNREACHABLE)

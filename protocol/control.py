@@ -262,7 +262,7 @@ class ControlClient:
             # Nobody is there at all, so it is not libp2p that fails: it is tried again for as long as before.
             self._failing_since = None
             raise TransportError(f"{url} could not be reached: {http_failure_in_words(exc)}") from exc
-        except aiohttp.ClientError as exc:
+        except (aiohttp.ClientError, ValueError) as exc:  # ValueError: a door's address that is none
             raise TransportError(f"{url} could not be reached: {http_failure_in_words(exc)}") from exc
 
 

@@ -15,11 +15,13 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from functools import partial
 
 import aiohttp
 
+from protocol.addresses import parse_http
 from protocol.admission import Blocked, is_loopback
 from protocol.control import Member
 from protocol.envelope import open_envelope, parse
@@ -39,6 +41,9 @@ REPROVE_S = 600.0
 RETRY_S = 2.0
 PROBE_S = 5.0
 MAX_CHALLENGE_BYTES = 4 * KIB
+RESOLVERS = 4
+"""Threads that ask for names. They are its own: a name whose server stays silent holds one for half a minute, and on
+the threads everything shares it would hold the ledger's flush."""
 
 
 @dataclass
@@ -85,6 +90,9 @@ class Members:
     proofs: dict[tuple[bytes, str], Proof] = field(default_factory=dict)
     distrusted: Callable[[], set[bytes]] = field(default=set)
     """Relays left out of the plan without proof; `trainer.reports` knows."""
+    _resolvers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolver")
+    )
     parents: Parents = field(init=False)
     started: float = field(init=False)
     budget: JoinBudget = field(init=False)
@@ -260,6 +268,8 @@ class Members:
         if not all(text.isprintable() for text in (request.name, request.software, request.engine, *request.addresses)):
             # These are shown to people: a name may not move an operator's cursor or add lines to a log.
             raise DecodeError("name, software, engine and addresses are one line of printable characters each")
+        for url in request.addresses:
+            parse_http(url)  # before it is in the ledger: what stands there comes back after every restart
         if request.role not in ROLES:
             raise ProtocolError(f"there is no role {request.role!r}; choose from {', '.join(ROLES)}", ReasonCode.USAGE)
         if PROTOCOL_VERSION >> 8 not in {version >> 8 for version in request.versions}:
@@ -306,10 +316,16 @@ class Members:
         for known in [pair for pair in self.proofs if pair[0] == key and pair[1] not in addresses]:
             del self.proofs[known]
         for url in addresses:
+            try:
+                parse_http(url)
+            except DecodeError as exc:  # a ledger of before joins were checked for it
+                self.news.say_once(f"{self.book.state.nodes[key].name} announced no address that can be asked: {exc}")
+                continue
             self.proofs.setdefault((key, url), Proof(since=self.monotonic())).next_probe = 0.0
 
     async def prove_forever(self) -> None:
-        """Ask each relay address for a signed challenge, again and again. Runs as long as the coordinator."""
+        """Ask each relay address for a signed challenge, again and again. Runs as long as the coordinator, whatever is
+        announced and whatever answers: its end would be the coordinator's."""
         timeout = aiohttp.ClientTimeout(total=PROBE_S)
         async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
             while True:
@@ -322,8 +338,9 @@ class Members:
     async def _prove(self, session: aiohttp.ClientSession, key: bytes, url: str, proof: Proof) -> None:
         was, failure = proof.proven, ""
         try:
-            proof.address = await self._challenge(session, key, url)
-        except (ProtocolError, aiohttp.ClientError, TimeoutError, OSError) as exc:
+            async with asyncio.timeout(PROBE_S):
+                proof.address = await self._challenge(session, key, url)
+        except (ProtocolError, aiohttp.ClientError, OSError, ValueError) as exc:  # TimeoutError is an OSError
             failure = str(exc) or type(exc).__name__
         proof.proven, proof.next_probe = not failure, self.monotonic() + (RETRY_S if failure else REPROVE_S)
         if proof.proven != was or failure != proof.failure:
@@ -334,14 +351,12 @@ class Members:
 
     async def _challenge(self, session: aiohttp.ClientSession, key: bytes, url: str) -> str:
         """Ask one address for the relay's signature; returns the network address that answered."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or parts.hostname is None or parts.username is not None:
-            raise DecodeError(f"{url!r} is no plain http address")
-        address = await self._resolve(parts.hostname, parts.port or 80)
+        place = parse_http(url)
+        address = await self._resolve(place.host, place.port)
         host = f"[{address}]" if ":" in address else address
         nonce = os.urandom(16)
-        target = f"http://{host}:{parts.port or 80}/v1/{self.book.run.id.hex()}/challenge?nonce={nonce.hex()}"
-        async with session.get(target, allow_redirects=False, headers={"Host": parts.netloc}) as reply:
+        target = f"http://{host}:{place.port}/v1/{self.book.run.id.hex()}/challenge?nonce={nonce.hex()}"
+        async with session.get(target, allow_redirects=False, headers={"Host": place.authority}) as reply:
             if reply.status != 200:
                 raise TransportError(f"answered the challenge with HTTP {reply.status}")
             raw = b""
@@ -354,14 +369,22 @@ class Members:
 
     async def _resolve(self, host: str, port: int) -> str:
         """One address of `host` that may be used: global unicast, or anything where the run allows private ones."""
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for *_, where in found:
-            address = ipaddress.ip_address(where[0])
-            if self.blocked.covers(str(where[0])):
-                raise TransportError(f"{host} is {where[0]}, which the operator blocked")
+        for found in await self._addresses(host, port):
+            address = ipaddress.ip_address(found)
+            if self.blocked.covers(found):
+                raise TransportError(f"{host} is {found}, which the operator blocked")
             if self.book.run.manifest.allow_private or (address.is_global and not address.is_multicast):
                 return str(address)
         raise TransportError(f"{host} is no public address; the relay must announce one that is")
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        """What a host resolves to. An IP address is itself: it never waits behind somebody else's silent name."""
+        try:
+            return [str(ipaddress.ip_address(host))]
+        except ValueError:
+            ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            found = await asyncio.get_running_loop().run_in_executor(self._resolvers, ask)
+            return [str(where[0]) for *_, where in found]
 
 
 def _same_join(known: JoinRequest, new: JoinRequest) -> bool:
