@@ -19,6 +19,7 @@ import importlib
 import math
 import os
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from blake3 import blake3
 
 from node.lifeline import die_with_parent
 from protocol import codec
@@ -154,11 +157,13 @@ class TransformersEngine:
     def outputs(
         self, policy: PolicyModel, request: GenerateRequest, decoded: list[Decoded]
     ) -> tuple[GenerateOutput, ...]:
-        """The wire form of `decoded`: proofs are built for all of them at once."""
+        """The wire form of `decoded`: proofs are built for all of them at once, and once for equal states."""
         from verifier.model import completion_text
         from verifier.toploc import build_many
 
-        proofs = build_many([d.states_NH for d in decoded])
+        digests = [blake3(d.states_NH.data.cast("B")).digest() for d in decoded]
+        distinct = {digest: d.states_NH for digest, d in zip(digests, decoded, strict=True)}
+        proofs = dict(zip(distinct, build_many(list(distinct.values())), strict=True))
         return tuple(
             GenerateOutput(
                 request_id=item.request_id,
@@ -166,20 +171,20 @@ class TransformersEngine:
                 logprobs=d.logprobs.astype("<f4").tobytes(),
                 finish=d.finish,
                 text=completion_text(policy.tokenizer, d.tokens, request.stop_tokens),
-                proofs=tuple(chunks),
+                proofs=tuple(proofs[digest]),
             )
-            for item, d, chunks in zip(request.items, decoded, proofs, strict=True)
+            for item, d, digest in zip(request.items, decoded, digests, strict=True)
         )
 
 
 def read_tokens(blob: bytes) -> tuple[int, ...]:
     """Ids of a `Tokens` field (u32 little-endian)."""
-    return tuple(int.from_bytes(blob[i : i + 4], "little") for i in range(0, len(blob), 4))
+    return struct.unpack(f"<{len(blob) // 4}I", blob)
 
 
 def write_tokens(ids: tuple[int, ...]) -> bytes:
     """The inverse of `read_tokens`."""
-    return b"".join(i.to_bytes(4, "little") for i in ids)
+    return struct.pack(f"<{len(ids)}I", *ids)
 
 
 class EngineServer:

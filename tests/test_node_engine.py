@@ -20,7 +20,7 @@ import zstandard
 
 from environments.registry import make
 from node.decode import Decoded, DecodeRequest, GenerationCancelledError, decode
-from node.engine import read_tokens, write_tokens
+from node.engine import TransformersEngine, read_tokens, write_tokens
 from node.upload import compress
 from protocol import codec
 from protocol.engine import (
@@ -37,6 +37,7 @@ from protocol.errors import EngineError, ReasonCode
 from protocol.records import ACCEPT, FINISH_EOS, FINISH_LENGTH, REJECT, Lease, Rollout, Submission
 from protocol.seeds import sampling_seed
 from tests.archive_builder import Chain, make_manifest
+from verifier import toploc
 from verifier.judge import judge_upload
 from verifier.logprobs import token_logprobs
 from verifier.model import load_policy, prompt_ids
@@ -225,6 +226,19 @@ def test_tokens_travel_as_little_endian_words():
 
 
 # --- the process --------------------------------------------------------------------------------------------------
+
+
+def test_every_output_carries_the_proofs_of_its_own_states(run, policy, monkeypatch):
+    engine = TransformersEngine()
+    request = request_for(run, make_lease(run, 6, samples=8), policy.tokenizer)
+    decoded = engine.sample(policy, request, lambda: False)
+    decoded[3] = replace(decoded[3], states_NH=decoded[3].states_NH + 1, tokens=decoded[2].tokens)
+    built, build = [], toploc.build_many
+    monkeypatch.setattr(toploc, "build_many", lambda states: built.extend(states) or build(states))
+    outputs = engine.outputs(policy, request, decoded)
+    assert len(built) < len(decoded), "equal states are proved once"
+    for output, one in zip(outputs, decoded, strict=True):
+        assert list(output.proofs) == toploc.build_proofs(one.states_NH)
 
 
 async def test_an_honest_lease_is_accepted_by_the_judge(shared, run, policy):
