@@ -31,6 +31,7 @@ from protocol.limits import MAX_ROLLOUTS_PER_LEASE
 from protocol.manifest import Run
 from protocol.records import FINISH_EOS, Ack, Lease, LeaseFailed, LeaseReply, LeaseRequest, Rollout, Submission
 from protocol.seeds import sampling_seed
+from shardcast.pacing import Pacing
 from shardcast.puller import Policy, Puller
 
 LEASE_WAIT_MS = 20_000
@@ -86,9 +87,15 @@ class InferenceNode(Worker[Work]):
         puller: Puller,
         uploader: Uploader,
         environments: dict[bytes, Environment],
+        pacing: Pacing,
         log: EventLog,
     ) -> None:
+        """
+        Args:
+            pacing: told of every lease; the puller asks it when to look for the next policy.
+        """
         super().__init__(member, log)
+        self._pacing = pacing
         self._engine = engine
         self._puller = puller
         self._uploader = uploader
@@ -241,20 +248,25 @@ class InferenceNode(Worker[Work]):
 
     async def do(self, assignment: Work) -> None:
         """One lease from weights to upload. Whatever fails, the coordinator hears of it."""
-        lease, started = assignment.lease, time.monotonic()
+        lease, started, done = assignment.lease, time.monotonic(), False
+        self._pacing.leased(started, lease.epoch, lease.step, assignment.rollouts)
         try:
             policy = await self._policy_of(assignment)
+            self._pacing.loaded(time.monotonic())
             self._member.activity = f"generating {assignment.rollouts} rollouts"
             outputs = await self._generate(assignment, policy)
             submission = self._score(assignment, outputs)
             blob = compress(submission)
             if len(blob) > lease.max_bytes:
                 raise NodeError(f"the submission has {len(blob)} bytes, the lease allows {lease.max_bytes}")
+            done = True
         except HeadwaterError as exc:
             if isinstance(exc, LeavingError):
                 raise
             await self._failed(lease, exc)
             return
+        finally:
+            self._pacing.ended(time.monotonic(), done=done)
         self._uploader.outbox.put(lease.lease_id, blob)
         self._open = None
         self._member.done += len(outputs)

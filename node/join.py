@@ -48,6 +48,7 @@ from protocol.limits import PROTOCOL_VERSION
 from protocol.manifest import Run
 from protocol.preflight import require
 from protocol.sequences import Sequences
+from shardcast.pacing import Pacing
 from shardcast.passes import Presenter
 from shardcast.puller import Puller
 
@@ -243,7 +244,7 @@ class _Place:
             self.member.show(ended="stopped by its owner")
             self.log.last_words("left the run", *self.summary(), f"come back with: {self.options.command}")
 
-    def puller(self) -> Puller:
+    def puller(self, pacing: Pacing | None = None) -> Puller:
         member, clock_ms = self.member, self.member.clock.now_ms
         return Puller(
             lambda: member.run,
@@ -253,6 +254,7 @@ class _Place:
             clock_ms=clock_ms,
             presenter=Presenter(member.run.id, member.identity, self.sequences, clock_ms),
             report=member.report,
+            pacing=pacing,
         )
 
 
@@ -274,7 +276,8 @@ async def _inference(place: _Place) -> None:
     if info.profile != profile:
         raise NodeError(f"the engine computes in {info.profile}, the run asks for {profile}; use another engine")
     await member.join(engine=info.name)
-    puller = place.puller()
+    pacing = Pacing()
+    puller = place.puller(pacing)
     uploader = Uploader(
         run=lambda: member.run,
         identity=member.identity,
@@ -289,7 +292,13 @@ async def _inference(place: _Place) -> None:
         on_refused=member.look_for_updates,
     )
     node = InferenceNode(
-        member=member, engine=engine, puller=puller, uploader=uploader, environments=environments, log=place.log
+        member=member,
+        engine=engine,
+        puller=puller,
+        uploader=uploader,
+        environments=environments,
+        pacing=pacing,
+        log=place.log,
     )
     place.stack.push_async_callback(node.close)
     place.summary = node.summary

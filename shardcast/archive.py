@@ -25,17 +25,10 @@ from shardcast.errors import PublicationError, StoreError
 from shardcast.heads import parse_publication_name, publication_name
 from shardcast.layout import Layout, decode_layout, safetensors_header, shard_length
 from shardcast.limits import PIECE_BYTES
-from shardcast.publication import Key, Publication, split_frames
+from shardcast.publication import Key, Publication
 from shardcast.puller import WEIGHTS_NAME, Policy
 from shardcast.records import HEAD_KIND, Head
-from shardcast.store import MAX_RECORDS_BYTES, hash_file, read_bounded, shard_name, verify_shards
-
-_RECORD_FILES = (
-    ("open.hw", MAX_ENVELOPE_BYTES),
-    ("records.hw", MAX_RECORDS_BYTES),
-    ("manifest.hw", MAX_ENVELOPE_BYTES),
-    ("head.hw", MAX_ENVELOPE_BYTES),
-)
+from shardcast.store import PUBLICATION_NAME, hash_file, read_bounded, read_frames, shard_name, verify_shards
 
 
 @dataclass(frozen=True)
@@ -81,8 +74,8 @@ class Archive:
         self._blobs()
         for entry in sorted(root.iterdir()) if root.is_dir() else []:
             key = parse_publication_name(entry.name)
-            # Without head.hw it is a publication that was never announced: a crash left it, nobody could use it.
-            if key is not None and (entry / "head.hw").exists():
+            # Without its records it was never announced: a crash left it, nobody could use it.
+            if key is not None and (entry / PUBLICATION_NAME).exists():
                 self._read(key, entry)
         self._newest_head()
 
@@ -146,26 +139,18 @@ class Archive:
         self._problems.append(Problem(f"published/{record}", error.code, str(error)))
 
     def _read(self, key: Key, folder: Path) -> None:
-        publication = Publication(self.run)
-        for name, limit in _RECORD_FILES:
-            try:
-                data = read_bounded(folder / name, limit)
-                for raw in split_frames(data) if name == "records.hw" else [data]:
-                    publication.take(raw)
-                if name == "records.hw" and len(publication.shard_envelopes()) != publication.shards:
-                    raise StoreError("not one record per shard", ReasonCode.RECORD_MISSING)
-            except FileNotFoundError:
-                self._note(f"{folder.name}/{name}", StoreError("missing from a finished publication"))
-                return
-            except ProtocolError as exc:
-                self._note(f"{folder.name}/{name}", exc)
-                return
+        name = f"{folder.name}/{PUBLICATION_NAME}"
+        try:
+            publication = read_frames(folder / PUBLICATION_NAME, self.run)
+        except ProtocolError as exc:
+            self._note(name, exc)
+            return
         if publication.key != key or publication.manifest is None:
-            self._note(f"{folder.name}/open.hw", PublicationError("the publication of another step"))
+            self._note(name, PublicationError("the publication of another step"))
             return
         if self._layout is not None and publication.open.raw_bytes != self._layout.nbytes:
             error = PublicationError("it has another size than the run's layout", ReasonCode.LENGTH_MISMATCH)
-            self._note(f"{folder.name}/open.hw", error)
+            self._note(name, error)
             return
         self.publications[key] = Published(*key, publication.manifest.root, publication, folder)
 

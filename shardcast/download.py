@@ -56,7 +56,7 @@ class Download:
         publication: Publication,
         sink: Sink,
         resume: bool,
-        blame: Callable[[Source, ShardRecord, SourceError], None] | None = None,
+        blame: Callable[[Publication, Source, ShardRecord, SourceError], None] | None = None,
     ) -> None:
         """
         Args:
@@ -160,7 +160,7 @@ class Download:
             health.failed(exc)
             log.warning("%s; asking another source", exc)
             if self._blame is not None:
-                self._blame(source, record, exc)
+                self._blame(self.publication, source, record, exc)
         finally:
             health.in_flight -= 1
             self._busy.pop(record.index, None)

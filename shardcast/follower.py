@@ -17,7 +17,6 @@ Not covered: where bytes go (`download.Sink`) and what a whole publication becom
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import random
@@ -33,13 +32,14 @@ from protocol.limits import SHARD_BYTES
 from protocol.manifest import Run
 from protocol.records import RelayReport
 from shardcast.download import Download, Sink
-from shardcast.errors import ForkError, HeadError, LieError, PublicationError, SourceError
+from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
 from shardcast.focus import Candidate, Track, choose_focus
 from shardcast.heads import SeenHeads, publication_name
 from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, SPARE_LOOK_S, WATCHED_SOURCES
 from shardcast.passes import Parent, Presenter, parents_of
 from shardcast.publication import Key, Publication, pack_frames
 from shardcast.records import HEAD_KIND, MANIFEST_KIND, OPEN_KIND, SHARD_KIND, Head, ShardRecord
+from shardcast.reports import Reports
 from shardcast.server import Clock
 from shardcast.source import Source, SourceHealth, keep_polite, new_session
 
@@ -48,10 +48,15 @@ log = logging.getLogger("shardcast.follower")
 _RECONCILE_S = 1.0
 _KEPT_TRACKS = 8
 _RECORDS_PAUSE_MAX_S = 2.0
-_REPORT_AGAIN_S = 60.0
 _WANTED_S = 60.0
 """As long as a lease lasts: whoever asked for it has no use for it later."""
-_EVIDENCE_DEADLINE_S = 60.0
+
+HOLD_MAX_S = HEAD_LIFETIME_MS / 3000
+"""News are looked at this often though nobody has use for them: heads are signed again as often, and a fork that is
+never looked at is never found."""
+
+_HOLD_LOOK_S = 0.5
+"""Work may end before its time; then news are of use at once."""
 
 ENDS = 3
 """Frames of a publication beside its shards' records: the open record, the manifest and the head."""
@@ -73,6 +78,7 @@ class Follower:
         session: aiohttp.ClientSession | None = None,
         presenter: Presenter | None = None,
         report: Callable[[RelayReport], None] | None = None,
+        hold: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """
         Args:
@@ -83,6 +89,7 @@ class Follower:
             on_head: the newest head was signed again.
             presenter: shows our passes to sources that have one.
             report: told of a relay that sent wrong bytes, with proof where there is any; must not block.
+            hold: for how many seconds the owner has no use for news (`pacing`); asked again and again.
         """
         self._run = run
         self._addresses = sources
@@ -94,9 +101,8 @@ class Follower:
         self._session = session
         self._own_session = session is None
         self._presenter = presenter
-        self._report = report
-        self._reported: dict[tuple[bytes, bool], float] = {}
-        self._telling: set[asyncio.Task[None]] = set()
+        self._hold = hold
+        self._reports = Reports(report, self.all_records, self._spawn)
         self._first = ""
         """The address asked by long-poll."""
         self._turned = asyncio.Event()
@@ -143,7 +149,7 @@ class Follower:
     async def close(self) -> None:
         """Stop watching and downloading; unfinished downloads stay on disk to be resumed."""
         downloads = [t.task for t in self._tracks.values() if t.task is not None]
-        tasks = [*self._watchers.values(), *downloads, *self._telling, *self._wanted.values()]
+        tasks = [*self._watchers.values(), *downloads, *self._reports.tasks, *self._wanted.values()]
         self._watchers.clear()
         for task in tasks:
             task.cancel()
@@ -232,11 +238,15 @@ class Follower:
         after = self._whole
         await self._pause(address, health)  # a spare is not asked while the planned parent may answer
         while True:
+            overdue = await self._while_held()
             try:
                 start = time.monotonic()
                 wait_ms = DEFAULT_WAIT_MS if address == self._first else 0
+                after = max(filter(None, (after, self._whole)), default=None)
                 frames = await source.news(after, wait_ms)
-                if frames:
+                if frames and not overdue and self._hold() > 0:
+                    pass  # work began while we waited: what is newest afterwards counts
+                elif frames:
                     after = await self._learn(source, health, frames, after)
                 else:
                     await self._refresh_head(source)
@@ -246,6 +256,16 @@ class Follower:
             except SourceError as exc:
                 self._charge(health, exc)
             await self._pause(address, health)
+
+    async def _while_held(self) -> bool:
+        """Wait until the owner has use for news; True when it had none for as long as heads may go unseen."""
+        end = time.monotonic() + HOLD_MAX_S
+        while (hold_s := self._hold()) > 0:
+            left = end - time.monotonic()
+            if left <= 0:
+                return True
+            await asyncio.sleep(min(hold_s, left, _HOLD_LOOK_S))
+        return False
 
     async def _pause(self, address: str, health: SourceHealth) -> None:
         """Until a source is to be asked again: at once when it is the first, rested, one; else after a while."""
@@ -270,32 +290,8 @@ class Follower:
         self.problems[health.address] = error
 
     def _blame(self, publication: Publication, source: Source, record: ShardRecord, error: SourceError) -> None:
-        """Report a relay that stamped or sent other bytes than the origin signed; without a key there is nobody to."""
-        proven = isinstance(error, LieError)
         self._choose_first()
-        if self._report is None or not source.stamped_by or not (proven or error.code == ReasonCode.SHARD_MISMATCH):
-            return
-        mark, now = (source.stamped_by, proven), time.monotonic()
-        if now - self._reported.get(mark, -math.inf) < _REPORT_AGAIN_S:
-            return
-        self._reported[mark] = now
-        task = self._spawn(self._tell(publication, source, record, error))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-
-    async def _tell(self, publication: Publication, source: Source, record: ShardRecord, error: SourceError) -> None:
-        """Put what both sides signed together; the origin's record may have to be fetched first."""
-        try:
-            async with asyncio.timeout(_EVIDENCE_DEADLINE_S):
-                while publication.shard_envelope(record.index) is None:
-                    await self.all_records(publication)
-        except TimeoutError:
-            log.warning("%s is not reported: the origin's record of the shard can't be had", source.address)
-            return
-        shard = publication.shard_envelope(record.index) or b""
-        stamp = error.stamp if isinstance(error, LieError) else b""
-        if self._report is not None:
-            self._report(RelayReport(source.stamped_by, stamp, shard, str(error)[:500]))
+        self._reports.blame(publication, source, record, error)
 
     async def _learn(self, source: Source, health: SourceHealth, frames: list[bytes], after: Key | None) -> Key:
         """Take one publication's frames from one source until its head came; returns its key."""
@@ -389,8 +385,7 @@ class Follower:
                 # The origin crashed and opened the step again: what was fetched of the old attempt is worthless.
                 self._drop(key)
             sink, resume = await self._make_sink(publication)
-            blame = functools.partial(self._blame, publication)
-            track = Track(publication, Download(publication, sink, resume, blame))
+            track = Track(publication, Download(publication, sink, resume, self._blame))
             self._tracks[key] = track
             return track
 

@@ -35,6 +35,10 @@ MISSING_WAIT_S = 5.0
 """How long a relay holds a child that asked for what the relay skipped and now fetches. Below `ANSWER_DEADLINE_S`, with
 room for a second relay above it that does the same."""
 
+NEXT_WAIT_S = 1.0
+"""How long a relay holds a child that asks for one of the next publications: a lease may arrive before its policy. One
+hop takes less; a relay that fell behind by more must let its child ask another parent."""
+
 STALL_S = 3.0
 """A body that delivers nothing for this long is dropped and asked for elsewhere (field note, section 6)."""
 

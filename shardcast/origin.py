@@ -188,6 +188,8 @@ class Origin:
     async def start(self) -> None:
         """Store the model files and start serving. Raises UsageError."""
         self._add_model_files()
+        if self.store.head is not None:
+            self.store.set_head(self.store.head)  # a kill may have come between the publication and this file
         self._refresh_head()
         await self.server.start()
 
@@ -288,7 +290,7 @@ class Origin:
         publication = Publication(self.run)
         open_envelope = self._seal(OPEN_KIND, opening)
         publication.take(open_envelope.raw)
-        feed = self.store.begin(key, open_envelope.raw)
+        feed, _ = self.store.begin(publication)
         # The whole file is checked beside the shards: children may fetch early, the manifest waits for the result.
         whole = asyncio.create_task(asyncio.to_thread(_check_weights, checkpoint))
         try:

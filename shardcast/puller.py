@@ -34,21 +34,18 @@ from shardcast.errors import PublicationError, SourceError, StoreError
 from shardcast.follower import Follower
 from shardcast.heads import SeenHeads, parse_publication_name, publication_name, replace_file
 from shardcast.layout import Layout, decode_layout, safetensors_header
-from shardcast.limits import MAX_FEED_BYTES, MAX_STATES_BYTES
+from shardcast.pacing import Pacing
 from shardcast.passes import Parent, Presenter
 from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
 from shardcast.records import ShardRecord
 from shardcast.server import Clock, wall_clock_ms
-from shardcast.store import hash_file, read_bounded
+from shardcast.store import MAX_PUBLICATION_BYTES, PUBLICATION_NAME, hash_file, read_bounded, remove_folder
 
 log = logging.getLogger("shardcast.puller")
 
 WEIGHTS_NAME = "model.safetensors"
-PUBLICATION_NAME = "publication.hw"
 GRACE_S = 30.0
 """A policy handed out less than this long ago is not removed, so that a reader can finish loading it."""
-
-_MAX_PUBLICATION_BYTES = 4 * MAX_FEED_BYTES + 16 * MAX_STATES_BYTES
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class PolicySink:
 
     def abandon(self) -> None:
         self.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_folder(self.directory)
 
     @property
     def closed(self) -> bool:
@@ -125,6 +122,7 @@ class Puller:
         clock_ms: Clock = wall_clock_ms,
         presenter: Presenter | None = None,
         report: Callable[[RelayReport], None] | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         """Open a store; `start` (or `run_forever`) then verifies what is in it.
 
@@ -135,6 +133,7 @@ class Puller:
             report: told of a relay that sent wrong bytes; must not block.
             keep: policies kept on disk (more for `GRACE_S` after use).
             clock_ms: corrected time; heads are believed for an hour.
+            pacing: told how long pulls take, and asked whether to look for news; None looks always.
 
         Raises:
             ForkError, StoreError: what an earlier process left here forbids going on.
@@ -157,6 +156,9 @@ class Puller:
         self._starting = asyncio.Lock()
         self._sinks: dict[Key, PolicySink] = {}
         self._saved_at = 0.0
+        self._pacing = pacing
+        self._began: dict[Key, float] = {}
+        """When each download under way began."""
         self._follower = Follower(
             run,
             sources=sources,
@@ -168,6 +170,7 @@ class Puller:
             session=session,
             presenter=presenter,
             report=report,
+            hold=lambda: pacing.hold_s(time.monotonic()) if pacing is not None else 0.0,
         )
 
     @property
@@ -312,6 +315,7 @@ class Puller:
         resume = (directory / WEIGHTS_NAME).exists()
         sink = PolicySink(directory, publication, header)
         self._sinks[publication.key] = sink
+        self._began[publication.key] = time.monotonic()
         return sink, resume
 
     async def _on_whole(self, publication: Publication, sink: Sink) -> None:
@@ -319,6 +323,9 @@ class Puller:
             raise StoreError("a whole publication without its sink or manifest")
         sink.finish()
         self._sinks.pop(publication.key, None)
+        began = self._began.pop(publication.key, None)
+        if began is not None and self._pacing is not None:
+            self._pacing.pulled(time.monotonic() - began)
         for file in self.run.manifest.model.files:
             target = sink.directory / file.name
             target.unlink(missing_ok=True)
@@ -347,6 +354,7 @@ class Puller:
                 _discard(self._policies.pop(key).directory)
                 self._used.pop(key, None)
         self._sinks = {key: sink for key, sink in self._sinks.items() if not sink.closed}
+        self._began = {key: began for key, began in self._began.items() if key in self._sinks}
         if not self._swept:
             # Only an earlier process leaves any: this one removes what it drops.
             self._swept = True
@@ -395,7 +403,7 @@ class Puller:
     def _verify(self, directory: Path) -> Publication | None:
         """The publication of a policy directory if every byte of it holds, else None. Blocking."""
         try:
-            raw = read_bounded(directory / PUBLICATION_NAME, _MAX_PUBLICATION_BYTES)
+            raw = read_bounded(directory / PUBLICATION_NAME, MAX_PUBLICATION_BYTES)
             publication = publication_from(self.run, split_frames(raw))
             layout = decode_layout(read_bounded(self._blob(self.run.manifest.model.layout), MAX_LAYOUT_BYTES))
             if publication_name(publication.key) != directory.name or publication.manifest is None:
@@ -435,4 +443,4 @@ def _discard(directory: Path) -> None:
     """Remove a policy so that no instant leaves a half of it under a loadable name."""
     aside = directory.with_name(f".part-gone-{directory.name}-{time.monotonic_ns()}")
     directory.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_folder(aside)

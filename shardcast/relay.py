@@ -25,6 +25,7 @@ from shardcast.download import Sink, write_region
 from shardcast.errors import SourceError, StoreError
 from shardcast.follower import Follower
 from shardcast.heads import SeenHeads
+from shardcast.limits import MISSING_WAIT_S, NEXT_WAIT_S
 from shardcast.passes import Parent, PassCheck, Presenter, parents_of
 from shardcast.publication import Key, Publication
 from shardcast.records import ShardRecord
@@ -132,7 +133,7 @@ class RelayServer:
             clock_ms=clock_ms,
             passes=PassCheck(run, identity.public, clock_ms) if passes else None,
             stamped=True,
-            missing=self._is_coming,
+            missing=self._coming_s,
         )
         self._follower = Follower(
             run,
@@ -197,16 +198,21 @@ class RelayServer:
         await self.server.close()
         self.store.close()
 
-    def _is_coming(self, key: Key) -> bool:
-        """Whether to fetch what a child asks for. A relay that fell behind, or whose origin published several steps at
-        once, goes on with the newest; but leases may name what it skipped. Nothing newer, nothing it would not keep."""
+    def _coming_s(self, key: Key) -> float:
+        """For how long a child that asks for what is not here may wait for it; 0 when it is not to come.
+
+        A relay that fell behind, or whose origin published several steps at once, goes on with the newest; but leases
+        may name what it skipped: that is fetched, unless it would not be kept. A lease may also be here before its
+        policy: the next few are on their way, and nothing is asked for them."""
         kept = self.store.keys[-self.keep :]
-        if not kept or key[0] != kept[-1][0] or not kept[-1][1] - self.keep < key[1] < kept[-1][1]:
-            return False
+        if not kept or key[0] != kept[-1][0] or abs(key[1] - kept[-1][1]) >= self.keep:
+            return 0.0
+        if key > kept[-1]:
+            return NEXT_WAIT_S
         if len(kept) == self.keep and key < kept[0]:
-            return False
+            return 0.0
         self._follower.want(key)
-        return True
+        return MISSING_WAIT_S
 
     def _sources(self) -> list[Parent]:
         given = parents_of(self._given() if callable(self._given) else self._given)
@@ -224,11 +230,7 @@ class RelayServer:
 
     async def _make_sink(self, publication: Publication) -> tuple[Sink, bool]:
         await self._fetch_blobs()
-        envelope = publication.opening_envelope
-        if envelope is None:
-            raise StoreError("a publication without its open record")
-        resume = (self.store.folder(publication.key) / "open.hw").exists()
-        feed = self.store.begin(publication.key, envelope.raw)
+        feed, resume = self.store.begin(publication)
         return StoreSink(self.store, publication, feed), resume
 
     async def _on_whole(self, publication: Publication, sink: Sink) -> None:

@@ -43,7 +43,6 @@ from shardcast.limits import (
     MAX_CONNECTIONS_PER_ADDRESS,
     MAX_FEED_BYTES,
     MAX_WAIT_MS,
-    MISSING_WAIT_S,
 )
 from shardcast.passes import MAX_SHOWN_CHARS, PASS_HEADER, PassCheck
 from shardcast.publication import Key, pack_frames
@@ -177,13 +176,13 @@ class WeightsServer:
         clock_ms: Clock = wall_clock_ms,
         passes: PassCheck | None = None,
         stamped: bool = False,
-        missing: Callable[[Key], bool] | None = None,
+        missing: Callable[[Key], float] = lambda key: 0.0,
     ) -> None:
         """
         Args:
             passes: whom to serve; None serves everybody.
             stamped: sign which bytes are sent, as relays do.
-            missing: told that a child asked for a publication that is not here; true when it is coming.
+            missing: told that a child asked for a publication that is not here; seconds it may wait, 0 when in vain.
         """
         self._missing = missing
         self._passes = passes
@@ -305,12 +304,12 @@ class WeightsServer:
         return feed
 
     async def _feed_or_wait(self, place: str) -> Feed:
-        """The feed, also of a publication that was skipped here and is fetched because it is asked for."""
+        """The feed, also of a publication that is about to come, or was skipped here and is fetched when asked for."""
         match = _PLACE.fullmatch(place)
         key = (int(match[1]), int(match[2])) if match else None
-        deadline = time.monotonic() + MISSING_WAIT_S
-        while key is not None and self._store.feed(key) is None and self._missing is not None and self._missing(key):
-            if not await self._store.changed(max(0.0, deadline - time.monotonic())):
+        start = time.monotonic()
+        while key is not None and self._store.feed(key) is None and (wait_s := self._missing(key)):
+            if not await self._store.changed(max(0.0, start + wait_s - time.monotonic())):
                 break
         return self._feed(place)
 

@@ -1,12 +1,14 @@
 """Publications on disk, and what of them may be served: used by the origin, relays and the archive.
 
     <root>/blobs/<hash hex>              model files and the layout, by BLAKE3
-    <root>/e0000-s00000012/              open.hw records.hw manifest.hw head.hw shard-000000.bin ...
+    <root>/e0000-s00000012/              shard-000000.bin ... publication.hw
     <root>/HEAD.hw                       the newest head's envelope, signed again from time to time
     <root>/server.json  stats.json       where it is served and what was sent; not evidence
 
-`head.hw` is written last: a folder without it is unfinished and never counts as a publication. A `Feed` is the
-ordered list of frames that children may see; a shard is in it only after its bytes were verified here.
+`publication.hw` holds all records as frames: open, shard records, manifest, head. It appears last, by one rename: a
+folder without it is unfinished and never counts as a publication. A relay that fetches several shards keeps `open.hw`
+beside them until then, which says whose shards they are if it has to start again. A `Feed` is the ordered list of
+frames that children may see; a shard is in it only after its bytes were verified here.
 Folder and file names are built from integers and hashes, never from text that came over the wire.
 
 Not covered: HTTP (`server`) and fetching (`follower`).
@@ -33,13 +35,17 @@ from protocol.manifest import Run
 from shardcast.errors import StoreError
 from shardcast.heads import parse_publication_name, publication_name, replace_file
 from shardcast.limits import MAX_STATE_HASHES, PIECE_BYTES, WIRE_SLACK_BYTES
-from shardcast.publication import Key, Publication, pack_frames, split_frames
+from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
 from shardcast.records import Head, ShardRecord
 
 _FEEDS_IN_MEMORY = 16
 """Publications whose frames are kept parsed; older ones are read again when somebody asks."""
 
-MAX_RECORDS_BYTES = MAX_STATE_HASHES * 512
+PUBLICATION_NAME = "publication.hw"
+MAX_PUBLICATION_BYTES = MAX_STATE_HASHES * 512 + 3 * MAX_ENVELOPE_BYTES
+"""All frames of one publication: a signed shard record has less than 400 bytes. Bounds what a reader takes in."""
+
+_OPEN_NAME = "open.hw"
 
 
 def shard_name(index: int) -> str:
@@ -66,40 +72,53 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 def write_file(path: Path, data: bytes, *, durable: bool) -> None:
     """Write a file in place, flushed to the disk when `durable`. Only for folders that do not count yet."""
-    with path.open("wb") as out:
-        out.write(data)
+    with path.open("wb", buffering=0) as out:
+        view = memoryview(data)
+        while view:
+            view = view[out.write(view) :]
         if durable:
-            out.flush()
             os.fsync(out.fileno())
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder of files, as far as it is there and ours to remove."""
+    try:
+        for entry in folder.iterdir():
+            entry.unlink()
+        folder.rmdir()
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_frames(path: Path, run: Run) -> Publication:
+    """The publication in a `publication.hw`: all its records, each checked.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StoreError: over its bound, or incomplete.
+        ProtocolError: a record does not hold.
+    """
+    publication = publication_from(run, split_frames(read_bounded(path, MAX_PUBLICATION_BYTES)))
+    if len(publication.shard_envelopes()) != publication.shards or publication.head is None:
+        raise StoreError(f"{path} does not hold one record per shard, manifest and head", ReasonCode.RECORD_MISSING)
+    return publication
 
 
 def read_publication(folder: Path, run: Run) -> Publication:
     """A finished publication's records, each checked.
 
     Raises:
-        StoreError: a file is missing or over its bound.
-        ProtocolError: a record does not hold; the message names the file.
+        StoreError: the file is missing, over its bound, or a record in it does not hold; the message names it.
     """
-    publication = Publication(run)
-    for name, limit in (
-        ("open.hw", MAX_ENVELOPE_BYTES),
-        ("records.hw", MAX_RECORDS_BYTES),
-        ("manifest.hw", MAX_ENVELOPE_BYTES),
-        ("head.hw", MAX_ENVELOPE_BYTES),
-    ):
-        path = folder / name
-        try:
-            data = read_bounded(path, limit)
-            for raw in split_frames(data) if name == "records.hw" else [data]:
-                publication.take(raw)
-        except FileNotFoundError as exc:
-            raise StoreError(f"{path} is missing; the publication cannot be served or checked") from exc
-        except StoreError:
-            raise
-        except ProtocolError as exc:
-            raise StoreError(f"{path} does not hold: {exc}", exc.code) from exc
-    if len(publication.shard_envelopes()) != publication.shards:
-        raise StoreError(f"{folder / 'records.hw'} does not hold one record per shard", ReasonCode.RECORD_MISSING)
+    path = folder / PUBLICATION_NAME
+    try:
+        publication = read_frames(path, run)
+    except FileNotFoundError as exc:
+        raise StoreError(f"{path} is missing; the publication cannot be served or checked") from exc
+    except StoreError:
+        raise
+    except ProtocolError as exc:
+        raise StoreError(f"{path} does not hold: {exc}", exc.code) from exc
     if publication_name(publication.key) != folder.name:
         raise StoreError(f"{folder} holds the publication of another step", ReasonCode.RECORD_MISSING)
     return publication
@@ -139,7 +158,7 @@ class Store:
         self._lock = self._take_lock()
         names = (parse_publication_name(entry.name) for entry in os.scandir(root))
         keys = [key for key in names if key is not None]
-        self.keys: list[Key] = sorted(key for key in keys if (self.folder(key) / "head.hw").exists())
+        self.keys: list[Key] = sorted(key for key in keys if (self.folder(key) / PUBLICATION_NAME).exists())
         """Finished publications, in order."""
         self._feeds: OrderedDict[Key, Feed] = OrderedDict()
         self._changed = asyncio.Event()
@@ -207,24 +226,33 @@ class Store:
 
     # --- writing: a publication becomes visible step by step -------------------------------------------------------
 
-    def begin(self, key: Key, open_raw: bytes) -> Feed:
-        """Make room for a publication; a folder left unfinished by a crash is removed, shards of the same
-        publication id are kept (a relay resumes them)."""
+    def begin(self, publication: Publication) -> tuple[Feed, bool]:
+        """Make room for an opened publication; returns its feed, and whether shards of it may be there already.
+
+        A folder left unfinished by a crash is removed. Not so a relay's with several shards of the same publication id:
+        they are hashed, and kept.
+        """
+        key, opening = publication.key, publication.opening_envelope
         folder = self.folder(key)
+        if opening is None:
+            raise StoreError("a publication without its open record")
         if key in self.keys:
             raise StoreError(f"{folder} is already a finished publication")
-        if folder.exists() and not self._same_opening(folder, open_raw):
-            shutil.rmtree(folder)
-        folder.mkdir(exist_ok=True)
-        write_file(folder / "open.hw", open_raw, durable=self.durable)
+        resumable = not self.durable and publication.shards > 1
+        resume = False
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            resume = resumable and _opened_as(folder, opening.raw)
+            if not resume:
+                shutil.rmtree(folder)
+                folder.mkdir()
+        if resumable and not resume:
+            write_file(folder / _OPEN_NAME, opening.raw, durable=False)
         feed = Feed(key)
-        feed.frames.append(open_raw)
+        feed.frames.append(opening.raw)
         self._feeds[key] = feed
-        return feed
-
-    def _same_opening(self, folder: Path, open_raw: bytes) -> bool:
-        path = folder / "open.hw"
-        return not self.durable and path.exists() and read_bounded(path, MAX_ENVELOPE_BYTES) == open_raw
+        return feed, resume
 
     def shard_path(self, key: Key, index: int) -> Path:
         return self.folder(key) / shard_name(index)
@@ -244,18 +272,18 @@ class Store:
             self.notify()
 
     def finish_files(self, publication: Publication) -> None:
-        """Write records, manifest and head. Blocking; the publication counts from the last rename on."""
+        """Write all records. Blocking; the publication counts from the rename on."""
         folder = self.folder(publication.key)
-        manifest, head = publication.manifest_envelope, publication.head_envelope
-        if manifest is None or head is None:
+        if publication.manifest_envelope is None or publication.head_envelope is None:
             raise StoreError("a publication cannot be finished without manifest and head")
-        write_file(folder / "records.hw", pack_frames(publication.shard_envelopes()), durable=self.durable)
-        write_file(folder / "manifest.hw", manifest.raw, durable=self.durable)
-        write_file(folder / ".head.part", head.raw, durable=self.durable)
-        (folder / ".head.part").replace(folder / "head.hw")
+        aside = folder / f".{PUBLICATION_NAME}.part"
+        write_file(aside, pack_frames(publication.frames()), durable=self.durable)
+        aside.replace(folder / PUBLICATION_NAME)
         if self.durable:
             fsync_dir(folder)
             fsync_dir(self.root)
+        elif publication.shards > 1:
+            (folder / _OPEN_NAME).unlink(missing_ok=True)
 
     def show_finished(self, publication: Publication) -> None:
         """After `finish_files`: manifest and head become visible, and the head the newest if it is."""
@@ -285,14 +313,14 @@ class Store:
         if feed is not None:
             feed.gone = True
         if key not in self.keys:
-            shutil.rmtree(self.folder(key), ignore_errors=True)
+            remove_folder(self.folder(key))
         self.notify()
 
     def remove(self, key: Key) -> None:
         """Forget a finished publication (a relay's retention; the archive never calls this)."""
         newest = self.keys[-1:] == [key]
         self.keys = [k for k in self.keys if k != key]
-        (self.folder(key) / "head.hw").unlink(missing_ok=True)
+        (self.folder(key) / PUBLICATION_NAME).unlink(missing_ok=True)
         self.abandon(key)
         if newest:
             self.head = self._newest_head()
@@ -357,6 +385,13 @@ class Store:
             del self._feeds[key]
 
 
+def _opened_as(folder: Path, opening: bytes) -> bool:
+    try:
+        return read_bounded(folder / _OPEN_NAME, MAX_ENVELOPE_BYTES) == opening
+    except (FileNotFoundError, StoreError):
+        return False
+
+
 def published_heads(root: Path, run: Run, after: Key | None = None) -> list[tuple[bytes, Head]]:
     """Heads of finished publications after `after`, in order, as (envelope bytes, record). Checks every record of
     each publication it returns; reads no shard.
@@ -367,7 +402,7 @@ def published_heads(root: Path, run: Run, after: Key | None = None) -> list[tupl
     found = []
     for entry in os.scandir(root):
         key = parse_publication_name(entry.name)
-        if key is None or (after is not None and key <= after) or not Path(entry.path, "head.hw").exists():
+        if key is None or (after is not None and key <= after) or not Path(entry.path, PUBLICATION_NAME).exists():
             continue
         publication = read_publication(Path(entry.path), run)
         if publication.head is not None and publication.head_envelope is not None:

@@ -147,8 +147,7 @@ class _Builder:
             asyncio.run(ledger.commit())
             seal_missing(ledger, self.root / "ledger")
         self.before_end(self)
-        last = self.root / "published" / f"e0000-s{self.steps:08d}" / "head.hw"
-        chain.append("policy", b"", last.read_bytes())
+        chain.append("policy", b"", self._head(self.steps))
         chain.reveal()
         chain.finish(self.steps)
         asyncio.run(ledger.commit())
@@ -194,8 +193,7 @@ class _Builder:
 
     def _step(self, step: int) -> None:
         chain = self.chain
-        head = self.root / "published" / f"e0000-s{step:08d}" / "head.hw"
-        chain.append("policy", b"", head.read_bytes())
+        chain.append("policy", b"", self._head(step))
         policy = self.policy_of(step)
         entries, rollouts = [], []
         for number in range(self.leases_per_step):
@@ -209,6 +207,12 @@ class _Builder:
         raw = codec.encode(Batch(chain.run_id, 0, step, tuple(rollouts)))
         chain.batch(step, entries, blake3(raw).digest())
         (self.root / "batches" / f"step-{step:08d}.hwb").write_bytes(raw)
+
+    def _head(self, step: int) -> bytes:
+        """As it was published: the last frame."""
+        from shardcast.publication import split_frames
+
+        return split_frames((self.root / "published" / f"e0000-s{step:08d}" / "publication.hw").read_bytes())[-1]
 
     def policy_of(self, step: int):
         from shardcast.archive import open_published

@@ -250,7 +250,7 @@ class Loadable:
     """Looks at whatever a loader would take, while it is being written, and verifies it in full.
 
     checkpoints/   what the learner's `find_checkpoints` accepts: every file against its record
-    published/     what has a `head.hw`: every shard against the signed record
+    published/     what has a `publication.hw`: every shard against the signed record
     policies/      a folder under its own name, in every node's home: the file's root against the published one
     """
 
@@ -281,7 +281,7 @@ class Loadable:
         for found in sorted((self.dir / "checkpoints").glob("step-*")):
             self._one(found, found / "checkpoint.json", self._checkpoint)
         for found in sorted((self.dir / "published").glob("e*")):
-            self._one(found, found / "head.hw", self._publication)
+            self._one(found, found / "publication.hw", self._publication)
         for found in sorted((self.dir / "nodes").glob("*/runs/*/weights/policies/e*")):
             self._one(found, found / "model.safetensors", self._policy)
 

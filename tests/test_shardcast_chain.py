@@ -50,7 +50,7 @@ def stats(folder: Path) -> dict[str, Any]:
 def holds(run: NodeRun, name: str, step: int) -> bool:
     """Whether a relay's store has this step, byte for byte the origin's."""
     place, origin = (folder / f"e0000-s{step:08d}" for folder in (store(run, name), run.dir / "published"))
-    if not (place / "head.hw").exists():
+    if not (place / "publication.hw").exists():
         return False
     publication = read_publication(place, run.run)
     assert verify_shards(place, publication) == []

@@ -14,6 +14,7 @@ from protocol.errors import UsageError
 from protocol.identity import Identity
 from shardcast.errors import LayoutError, PublishError
 from shardcast.origin import Origin
+from shardcast.publication import split_frames
 from shardcast.records import Head
 from shardcast.server import wall_clock_ms
 from shardcast.store import published_heads
@@ -122,12 +123,23 @@ async def test_a_crash_before_the_head_leaves_nothing_and_the_step_gets_a_new_pu
     origin = Origin(small.directory, identity=small.origin)
     await origin.publish_ready()
     folder = origin.store.folder((0, 0))
-    before = (folder / "open.hw").read_bytes()
-    (folder / "head.hw").unlink()  # the last thing written
+    before = (folder / "publication.hw").read_bytes()
+    (folder / "publication.hw").unlink()  # the last thing written
     await origin.close()
     async with publishing(small) as origin, pulling(small, [origin.server.url], tmp_path / "a") as puller:
         assert holds(await puller.wait_newer(None, WAIT_S), SMALL_SHAPES, seed=0)
-        assert (folder / "open.hw").read_bytes() != before
+        assert split_frames((folder / "publication.hw").read_bytes())[0] != split_frames(before)[0]
+
+
+async def test_a_crash_between_a_publication_and_its_head_file_is_made_good(small: MadeRun) -> None:
+    """The coordinator reads HEAD.hw: without it the run would wait for a policy that is there."""
+    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
+    origin = Origin(small.directory, identity=small.origin)
+    await origin.publish_ready()
+    (origin.store.root / "HEAD.hw").unlink()
+    await origin.close()
+    async with publishing(small) as origin:
+        assert (origin.store.root / "HEAD.hw").read_bytes() == origin.store.head
 
 
 async def test_a_second_publisher_is_refused_and_told_who_holds_the_run(small: MadeRun) -> None:

@@ -15,14 +15,14 @@ from blake3 import blake3
 from protocol.envelope import open_envelope
 from protocol.errors import ReasonCode, TransportError
 from protocol.limits import SHARD_BYTES
-from shardcast.errors import ForkError, PublicationError, SourceError
+from shardcast.errors import ForkError, PublicationError, SourceError, StoreError
 from shardcast.layout import root_of_safetensors
 from shardcast.origin import Origin
 from shardcast.publication import pack_frames, split_frames
 from shardcast.puller import Puller
 from shardcast.records import HEAD_KIND, MANIFEST_KIND, Head, PublicationManifest
 from shardcast.source import Source, new_session
-from shardcast.store import published_heads
+from shardcast.store import published_heads, read_publication
 from tests.shardcast_run import (
     SMALL_SHAPES,
     WAIT_S,
@@ -452,6 +452,45 @@ async def test_a_relay_survives_damage_on_its_disk(wide: MadeRun, tmp_path: Path
             assert holds(await puller.wait_newer(None, WAIT_S), WIDE_SHAPES, seed=0)
 
 
+async def test_a_relay_killed_in_the_middle_goes_on_with_the_shards_it_has(wide: MadeRun, tmp_path: Path) -> None:
+    write_checkpoint(wide.directory, 0, 0, WIDE_SHAPES, seed=0)
+    folder = tmp_path / "relay" / "e0000-s00000000"
+
+    def only_two(path: str, status: int, body: bytes) -> tuple[int, bytes]:
+        return (404, b"{}") if path.endswith("/shard/2") else (status, body)
+
+    async with publishing(wide) as origin:
+        async with lying(origin.server.url, only_two) as liar, relaying(wide, [liar], tmp_path / "relay"):
+            await until(lambda: len(list(folder.glob("shard-*.bin"))) == 2, "two shards")
+        assert sorted(path.name for path in folder.iterdir()) == ["open.hw", "shard-000000.bin", "shard-000001.bin"]
+        sent = origin.server.counters.bytes_sent
+        async with relaying(wide, [origin.server.url], tmp_path / "relay") as relay:
+            await until(lambda: relay.store.keys == [(0, 0)], "the publication")
+            assert origin.server.counters.bytes_sent - sent < SHARD_BYTES, "only the missing shard was sent"
+            names = ["publication.hw", *(f"shard-00000{index}.bin" for index in range(3))]
+            for place in (folder, origin.store.folder((0, 0))):
+                assert sorted(path.name for path in place.iterdir()) == names, "nothing but what is served"
+
+
+async def test_a_publication_without_all_its_records_does_not_count(small: MadeRun, tmp_path: Path) -> None:
+    """Cut where a frame ends, so that what is left still holds frame by frame."""
+    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
+    async with publishing(small) as origin:
+        async with relaying(small, [origin.server.url], tmp_path / "relay") as relay:
+            await until(lambda: relay.store.keys == [(0, 0)], "the publication")
+        path = tmp_path / "relay" / "e0000-s00000000" / "publication.hw"
+        frames = split_frames(path.read_bytes())
+        assert len(frames) == 4
+        for kept in (frames[:3], frames[:2], frames[:1] + frames[2:]):
+            path.write_bytes(pack_frames(kept))
+            with pytest.raises(StoreError, match=r"publication\.hw"):
+                read_publication(path.parent, small.run)
+        async with relaying(small, [origin.server.url], tmp_path / "relay") as relay:
+            assert relay.store.keys == [], "damaged, removed, and fetched again"
+            await until(lambda: relay.store.keys == [(0, 0)], "the publication again")
+        assert split_frames(path.read_bytes()) == frames
+
+
 async def test_a_relay_keeps_only_what_it_is_told_to(small: MadeRun, tmp_path: Path) -> None:
     async with (
         publishing(small) as origin,
@@ -503,8 +542,8 @@ async def test_a_stale_record_of_an_older_attempt_does_not_replace_a_newer_one(s
     write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
     origin = Origin(small.directory, identity=small.origin)
     await origin.publish_ready()
-    old = (origin.store.folder((0, 0)) / "open.hw").read_bytes()
-    (origin.store.folder((0, 0)) / "head.hw").unlink()
+    old = split_frames((origin.store.folder((0, 0)) / "publication.hw").read_bytes())[0]
+    (origin.store.folder((0, 0)) / "publication.hw").unlink()
     await origin.close()
 
     def stale(path: str, status: int, body: bytes) -> tuple[int, bytes]:
