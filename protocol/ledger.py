@@ -1,8 +1,8 @@
 """The live ledger: one writer, an SQLite database on a local disk, a Merkle log over its leaves (RULES 9).
 
 An entry is a `LedgerEntry` sealed by the coordinator (kind `entry`); its leaf is the hash of the envelope's bytes.
-`append` decides index, time and signature at once and buffers; `commit` makes everything appended so far durable,
-many appenders sharing one flush. Tree heads and receipts cover durable entries only, so no promise outlives a
+`append` decides index, time and signature at once, asks its caller whether the entry holds, and buffers; `commit` makes
+everything appended so far durable, many appenders sharing one flush. What was refused is nowhere: it can't be unwritten. Tree heads and receipts cover durable entries only, so no promise outlives a
 crash that the entry did not.
 
 Entries appended without an `await` between them become durable together or not at all.
@@ -92,6 +92,7 @@ class Ledger:
         clock_ms: Callable[[], int],
         monotonic_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
         earlier: Collection[bytes] = (),
+        announce: bool = True,
     ) -> Ledger:
         """Open or create the database file `path` (`state_dir/ledger.db`) and become its only writer.
 
@@ -100,12 +101,14 @@ class Ledger:
         Args:
             clock_ms: wall clock in milliseconds; every entry's time comes from it.
             earlier: public keys the coordinator had before (`Chain.keys`): the last entry may still be theirs.
+            announce: False leaves the `incarnation` entry to the caller, who may have to say first that another key
+                signs it.
 
         Raises:
             LedgerError: held by another process (`ledger-locked`), on a network file system, another run's,
                 damaged, or the clock is before the last entry.
         """
-        return Ledger(path, run, coordinator, sequences, clock_ms, monotonic_ms, earlier)
+        return Ledger(path, run, coordinator, sequences, clock_ms, monotonic_ms, earlier, announce)
 
     def __init__(
         self,
@@ -116,6 +119,7 @@ class Ledger:
         clock_ms: Callable[[], int],
         monotonic_ms: Callable[[], int],
         earlier: Collection[bytes] = (),
+        announce: bool = True,
     ) -> None:
         self.path = path
         self.run = run
@@ -131,14 +135,14 @@ class Ledger:
         self._last_monotonic: int | None = None
         self._failure: LedgerError | None = None
         self._flush_lock = threading.Lock()
-        self._flusher: asyncio.Task[None] | None = None
+        self._flusher: asyncio.Future[None] | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         refuse_network_file_system(path.parent)
         self._lock_fd = _take_lock(path.with_suffix(".lock"))
         try:
             self._db = _open_database(path, run)
             self._load({coordinator.public, *earlier})
-            if self._size:
+            if self._size and announce:
                 self.append_many([("incarnation", b"", b"")])
         except BaseException:
             self.close()
@@ -195,12 +199,16 @@ class Ledger:
 
     # --- writing ------------------------------------------------------------------------------------------------
 
-    def append(self, event: str, body: object = b"", subject: bytes = b"") -> Appended:
+    def append(
+        self, event: str, body: object = b"", subject: bytes = b"", check: Callable[[LedgerEntry], None] | None = None
+    ) -> Appended:
         """Sign the next entry and buffer it. Nothing may be promised to anybody before `commit` returned.
 
         Args:
             body: the event's own record, or its bytes.
             subject: the envelope of whoever caused the event, exactly as it arrived.
+            check: called last, when nothing else can fail; what it raises is raised, and the entry is kept nowhere.
+                Its signature was never shown to anybody.
 
         Raises:
             LedgerError: the clock does not hold, or an earlier flush failed.
@@ -214,6 +222,8 @@ class Ledger:
         number = self._sequences.next(ENTRY_KIND)
         raw = seal(self._coordinator, ENTRY_KIND, entry, run=self.run, sequence=number, issued_at=now).raw
         leaf = leaf_hash(raw)
+        if check is not None:
+            check(entry)
         self._pending.append(StoredEntry(self._size, raw, leaf))
         self._size += 1
         self._last_time, self._last_monotonic = now, monotonic
@@ -222,13 +232,17 @@ class Ledger:
     def append_many(self, items: Sequence[tuple[str, object, bytes]]) -> list[Appended]:
         """Append (event, body, subject) triples in one transaction, durable on return (blocks for one flush)."""
         appended = [self.append(*item) for item in items]
-        self._flush(list(self._pending))
+        self.flush()
         return appended
 
     def sign_with(self, coordinator: Identity) -> None:
         """Sign everything from the next entry on with another key: call it directly before appending the
-        `run.updated` entry that names this key. A crash between the two leaves nothing behind."""
+        `run.updated` entries of which the last names this key. A crash before them leaves nothing behind."""
         self._coordinator = coordinator
+
+    def flush(self) -> None:
+        """Make everything appended so far durable, blocking: for who has no event loop yet."""
+        self._flush(list(self._pending))
 
     async def commit(self) -> None:
         """Return when everything appended so far is durable. Appenders that wait together share a flush.
@@ -241,7 +255,8 @@ class Ledger:
             if self._failure is not None:
                 raise self._failure
             if self._flusher is None or self._flusher.done():
-                self._flusher = asyncio.create_task(asyncio.to_thread(self._flush, list(self._pending)))
+                loop = asyncio.get_running_loop()
+                self._flusher = loop.run_in_executor(None, self._flush, list(self._pending))
             try:
                 async with asyncio.timeout(COMMIT_DEADLINE_S):
                     await asyncio.shield(self._flusher)
@@ -378,6 +393,21 @@ def _take_lock(path: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode(), 0)
     return fd
+
+
+def is_served(path: Path) -> bool:
+    """Whether some process is the writer of the ledger at `path` now."""
+    try:
+        fd = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def file_system_of(path: Path, mountinfo: str) -> str:

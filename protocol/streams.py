@@ -65,21 +65,28 @@ class ControlStream:
             raise TransportError(f"no protocol was agreed: {describe(exc)}") from exc
 
     async def _fill(self, size: int, deadline_s: float) -> None:
+        if len(self._buffer) >= size:
+            return  # one read mostly brings the whole frame: a deadline for what is here costs more than the rest
         try:
             with trio.fail_after(deadline_s):
                 while len(self._buffer) < size:
-                    self._buffer += await self._muxed.read(_READ_BYTES)
-                    self.received_at = trio.current_time()
+                    await self._receive()
         except trio.TooSlowError as exc:
             raise TransportError(f"the peer sent too little within {deadline_s:.0f} s", ReasonCode.TOO_SLOW) from exc
+
+    async def _receive(self) -> None:
+        try:
+            self._buffer += await self._muxed.read(_READ_BYTES)
         except STREAM_ERRORS as exc:
             raise TransportError(f"the peer's stream ended: {describe(exc)}") from exc
+        self.received_at = trio.current_time()
 
     async def wait_readable(self, idle_s: float) -> bool:
         """True once bytes are there, False if none came within `idle_s`."""
         if not self._buffer:
             with trio.move_on_after(idle_s):
-                await self._fill(1, idle_s + 1)
+                while not self._buffer:
+                    await self._receive()
         return bool(self._buffer)
 
     async def read_head(self) -> tuple[int, int]:

@@ -61,7 +61,7 @@ from shardcast.store import published_heads, read_publication
 from shardcast.watch import POLL_S, FolderWatch
 from trainer import batches, keys, leases
 from trainer.blocking import Blocking
-from trainer.book import Book
+from trainer.book import Book, Changes
 from trainer.config import RunConfig
 from trainer.door import Door, port_in_use
 from trainer.drawing import Drawing
@@ -74,6 +74,7 @@ from trainer.members import Members
 from trainer.news import News
 from trainer.reports import Reports
 from trainer.status import StatusWriter
+from trainer.trainable import Trainable, vocabulary_of
 
 HEAD_LOOK_S = 1.0
 """The origin's head file is looked at when its folder changes, and at least this often."""
@@ -104,8 +105,10 @@ class Coordinator:
         self.chain = load_run(config)
         self._clock = clock or Clock()
         self.phase = "starting"
-        self._policy = asyncio.Event()
-        """A policy was entered since the last segment."""
+        self._policies = Changes()
+        """New policies in the ledger."""
+        self._unsealed = asyncio.Event()
+        """One was entered since the last segment."""
         self.restart = False
         """Ended to begin again in the same process, with keys the run's root changed."""
         self.news = News()
@@ -153,6 +156,8 @@ class Coordinator:
             self.config.coordinator.job_deadline_s,
             Drawing(self.book, self.members),
             Drops(self.book, self.files, self.news, self.leasing.close_all_of),
+            Trainable(vocabulary_of(self.run_dir / "model"), self.run.manifest.model.max_context),
+            self.prompt_ids,
         )
         self.ingress = Ingress(self.book, self.judging, self.control, self.files, self.config.ingress, self.members)
         self.host = HostProcess(
@@ -260,9 +265,9 @@ class Coordinator:
         """Wait for the last policy, then for open verdicts, seal, and tell whoever still asks that it is over."""
         steps = self.run.manifest.steps
         while self.book.state.newest_policy is None or self.book.state.newest_policy.step < steps:
-            ticket = self.book.changes.ticket()
+            ticket = self._policies.ticket()
             self.phase = "waiting for weights" if self.book.state.newest_policy is None else "running"
-            await self.book.changes.wait(ticket, 5.0)
+            await self._policies.wait(ticket, 5.0)
         self.phase = "draining"
         await self._drain()
         if self.book.state.finished is None:
@@ -312,15 +317,15 @@ class Coordinator:
                 if mark is not None and mark != seen:
                     seen = mark
                     await self._take_head(path)
-                await watch.wait(HEAD_LOOK_S if path.parent.is_dir() else POLL_S)
+                await watch.wait(POLL_S if mark is None else HEAD_LOOK_S)
         finally:
             watch.close()
 
     async def _seal_policies(self) -> None:
         """Copy the ledger into the archive after each new policy, at most every `SEAL_S`."""
         while True:
-            await self._policy.wait()
-            self._policy.clear()
+            await self._unsealed.wait()
+            self._unsealed.clear()
             await asyncio.to_thread(self.book.seal, self.run_dir / "ledger")
             await asyncio.sleep(SEAL_S)
 
@@ -344,7 +349,8 @@ class Coordinator:
         for subject in [*between, raw]:
             self.book.append("policy", subject=subject)
         await self.book.commit()
-        self._policy.set()
+        self._unsealed.set()
+        self._policies.notify()
         self.book.log.event("policy", step=head.step, epoch=head.epoch, root=head.root)
 
     def _between(self, published: Path, after: Key | None, last: Key) -> list[bytes]:

@@ -282,13 +282,12 @@ class Ingress:
         await self.book.commit()
         assert held.submission is not None
         submission = self.book.state.submissions[held.submission]
-        stored = next(self.book.ledger.entries(submission.index))
         head = self.book.ledger.head()
         receipt = Receipt(
             lease_id=held.lease_id,
             digest=submission.intent.digest,
             index=submission.index,
-            leaf=stored.leaf,
+            leaf=self.book.tree.leaf(submission.index),
             tree_size=head.size,
             tree_root=head.root,
             time=submission.time,

@@ -35,6 +35,11 @@ class ProofTree:
             self._levels[level + 1] += node_hash(bytes(pair[:HASH_BYTES]), bytes(pair[HASH_BYTES:]))
             level += 1
 
+    def leaf(self, index: int) -> bytes:
+        """The leaf hash appended as number `index`."""
+        self._check(index + 1)
+        return bytes(self._levels[0][index * HASH_BYTES : (index + 1) * HASH_BYTES])
+
     def root(self, size: int) -> bytes:
         """Root over the first `size` leaves."""
         self._check(size)
