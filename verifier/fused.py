@@ -16,6 +16,7 @@ Shape suffixes: B rows, L new columns, C columns so far (with the new ones), H h
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -239,6 +240,8 @@ class FusedPass:
         self._reserve(rows, self.columns + new)
         before, self.columns = self.columns, self.columns + new
         mask = _mask(before, new, real_BC)
+        if mask is not None:  # once for all layers: torch would make the same of it in each
+            mask = torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
         angles = weights.angles(positions_BL)
         x_BLH = functional.embedding(ids_BL, weights.body.embed_tokens.weight)
         for layer, kept in zip(weights.layers, self._kept, strict=True):
