@@ -60,6 +60,8 @@ MAX_BATCH_ENTRIES = 1 << 16
 MAX_ADDRESSES = 16
 MAX_TEXT = 4 * KIB
 MAX_NUMBERS = 32
+MAX_REWARD = 1e6
+"""Largest reward, either sign, that may be trained on. Advantages are float32: far larger ones overflow."""
 
 FRESHNESS_MS = 120_000
 """How far a signed time may lie from ours after correction (RULES 3)."""

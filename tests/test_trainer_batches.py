@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from blake3 import blake3
 
 from environments import registry
 from protocol import codec
-from protocol.errors import DecodeError, LedgerError, ReasonCode
+from protocol.errors import DecodeError, LedgerError, ReasonCode, UsageError
 from protocol.records import (
     ACCEPT,
     Batch,
@@ -20,29 +22,33 @@ from protocol.records import (
     Rollout,
     RolloutDetail,
     Submission,
+    TrainingRollout,
     Verdict,
     VerdictDetails,
 )
 from protocol.state import RunState
 from tests.test_trainer_leases import Bench
-from trainer import batches, init
+from trainer import batches, incoming, init
 from trainer.decoded import Decoded
+from trainer.trainable import Trainable, vocabulary_of
 from trainer.window import Window
 
+RULES = Trainable(64, 256)
 TOKENS = np.asarray([5, 6, 1], "<u4").tobytes()
 CLAIMED, MEASURED = np.full(3, -0.5, "<f4").tobytes(), np.full(3, -0.25, "<f4").tobytes()
 
 
-def upload_of(lease: Lease) -> bytes:
+def upload_of(lease: Lease, tokens: bytes = TOKENS) -> bytes:
     named = [(task, sample) for task in lease.tasks for sample in range(lease.samples)]
-    rollouts = tuple(Rollout(task, sample, TOKENS, CLAIMED, 0, 0.0, ()) for task, sample in named)
+    rollouts = tuple(Rollout(task, sample, tokens, CLAIMED, 0, 0.0, ()) for task, sample in named)
     raw = codec.encode(Submission(lease.lease_id, "test", rollouts))
     return zstandard.ZstdCompressor().compress(raw)
 
 
-def details_of(lease: Lease, logprobs: bytes = MEASURED) -> bytes:
+def details_of(lease: Lease, logprobs: bytes = MEASURED, reward: float | None = None) -> bytes:
     count = len(lease.tasks) * lease.samples
-    return codec.encode(VerdictDetails(tuple(RolloutDetail(logprobs, float(i % 2), ()) for i in range(count))))
+    rewards = [float(i % 2) if reward is None else reward for i in range(count)]
+    return codec.encode(VerdictDetails(tuple(RolloutDetail(logprobs, found, ()) for found in rewards)))
 
 
 class Archive(Bench):
@@ -143,25 +149,38 @@ def test_what_is_kept_decoded_is_bounded_by_bytes_and_the_oldest_goes_first() ->
     assert kept.get(VerdictDetails, bytes([99]) * 32) is None and kept.held_bytes <= 10_000
 
 
-def test_verdicts_whose_details_could_not_make_a_batch_are_refused(tmp_path: Path) -> None:
-    archive = Archive(tmp_path)
-    lease = archive.take("node-0")
-    blob = upload_of(lease)
-    index = archive.chain.submit(lease.lease_id, blob, zstandard.frame_content_size(blob))
-    submission = archive.state.submissions[index]
+class Refusals:
+    """One submission on the desk, and verdicts on it."""
 
-    def check(details: bytes, outcomes: int = 4, upload: bytes = blob, digest: bytes | None = None) -> None:
+    def __init__(self, directory: Path, tokens: bytes = TOKENS, prompt: int = 3) -> None:
+        self.archive = Archive(directory)
+        self.lease = self.archive.take("node-0")
+        self.blob = upload_of(self.lease, tokens)
+        index = self.archive.chain.submit(self.lease.lease_id, self.blob, zstandard.frame_content_size(self.blob))
+        self.submission = self.archive.state.submissions[index]
+        self.prompt = np.full(prompt, 5, "<u4").tobytes()
+
+    def check(
+        self, details: bytes, outcomes: int = 4, upload: bytes | None = None, digest: bytes | None = None
+    ) -> None:
         stated = (Outcome(ACCEPT, "holds"),) * outcomes
         bound = blake3(details).digest() if digest is None else digest
-        verdict = Verdict(bytes(16), submission.intent.digest, 1, stated, bound, 1)
-        batches.check_details(verdict, details, submission, lease, lambda: batches.open_submission(upload, submission))
+        verdict = Verdict(bytes(16), self.submission.intent.digest, 1, stated, bound, 1)
+        opens = lambda: batches.open_submission(self.blob if upload is None else upload, self.submission)  # noqa: E731
+        batches.check_details(
+            verdict, details, self.submission, self.lease, opens, RULES, lambda _env, _task: self.prompt
+        )
 
+
+def test_verdicts_whose_details_could_not_make_a_batch_are_refused(tmp_path: Path) -> None:
+    desk = Refusals(tmp_path)
+    check, lease = desk.check, desk.lease
     check(details_of(lease))
     with pytest.raises(DecodeError, match="not the ones the verdict names"):
         check(details_of(lease), digest=bytes(32))
     with pytest.raises(DecodeError, match="speaks of 3"):
         check(details_of(lease), outcomes=3)
-    with pytest.raises(DecodeError, match="another number"):
+    with pytest.raises(DecodeError, match="2 log-probabilities"):
         check(details_of(lease, MEASURED[:8]))
     with pytest.raises(DecodeError):
         check(b"no record")
@@ -170,6 +189,66 @@ def test_verdicts_whose_details_could_not_make_a_batch_are_refused(tmp_path: Pat
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 22))
     with pytest.raises(DecodeError, match="another size than the intent"):
         check(details_of(lease), upload=bomb)
+
+
+def floats(*values: float) -> bytes:
+    return np.asarray(values, "<f4").tobytes()
+
+
+UNTRAINABLE: dict[str, dict[str, Any]] = {
+    "an id the model has not": {"tokens": np.asarray([5, RULES.vocabulary, 1], "<u4").tobytes()},
+    "no token": {"tokens": b"", "logprobs": b""},
+    "one log-probability too few": {"logprobs": floats(-1, -1)},
+    "one too many": {"logprobs": floats(-1, -1, -1, -1)},
+    "more than the context": {"prompt": RULES.max_context},
+    "no number": {"logprobs": floats(-1, np.nan, -1)},
+    "minus infinity": {"logprobs": floats(-1, -np.inf, -1)},
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNTRAINABLE))
+def test_whatever_the_learner_would_refuse_no_verdict_can_bring_into_a_batch(tmp_path: Path, name: str) -> None:
+    """One ACCEPT decides and the batch is in the ledger: what the learner can't train on would end the run."""
+    spoiled = {"tokens": TOKENS, "prompt": 3, "logprobs": MEASURED, "reward": 0.0} | UNTRAINABLE[name]
+    desk = Refusals(tmp_path, spoiled["tokens"], spoiled["prompt"])
+    with pytest.raises(DecodeError, match="rollout 0 was accepted"):
+        desk.check(details_of(desk.lease, spoiled["logprobs"], spoiled["reward"]))
+    numbers = (spoiled["tokens"], spoiled["logprobs"], spoiled["reward"])
+    taken = TrainingRollout(0, 0, 0, bytes(16), 0, 0, desk.prompt, *numbers)
+    path, run = tmp_path / "step-00000000.hwb", desk.archive.chain.run.id
+    path.write_bytes(codec.encode(Batch(run, 0, 0, (taken,))))
+    door = incoming.Door(run, 0, RULES.vocabulary, RULES.max_context, 2)
+    if name in ("no number", "minus infinity"):  # left out of the step, alone
+        assert not incoming.read_batch(path, 0, door).sequences[0].finite
+        return
+    with pytest.raises(incoming.BatchError):
+        incoming.read_batch(path, 0, door)
+
+
+@pytest.mark.parametrize(
+    "spoiled", [{"logprobs": floats(-1, 1, -1)}, {"logprobs": floats(-1, -99, -1)}, {"reward": 1e7}]
+)
+def test_numbers_no_honest_validator_finds_are_refused(tmp_path: Path, spoiled: dict[str, Any]) -> None:
+    desk = Refusals(tmp_path)
+    with pytest.raises(DecodeError, match="can't be trained on"):
+        desk.check(details_of(desk.lease, **spoiled))
+
+
+def test_more_tokens_than_the_lease_allows_are_refused(tmp_path: Path) -> None:
+    longest = Refusals(tmp_path).lease.max_new_tokens
+    for folder, count in (("longest", longest), ("longer", longest + 1)):
+        (tmp_path / folder).mkdir()
+        desk = Refusals(tmp_path / folder, np.full(count, 5, "<u4").tobytes())
+        with pytest.raises(DecodeError, match="the lease allows") if count > longest else contextlib.nullcontext():
+            desk.check(details_of(desk.lease, np.full(count, -1, "<f4").tobytes()))
+
+
+def test_a_model_says_how_many_ids_it_has(tmp_path: Path) -> None:
+    assert vocabulary_of(Path(init.__file__).parent / "data" / "tiny") == RULES.vocabulary
+    for text in ("", "{}", "[]", '{"vocab_size": 0}', '{"vocab_size": "many"}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UsageError, match="vocab"):
+            vocabulary_of(tmp_path)
 
 
 def test_prompts_are_tokenised_as_the_verifier_does_it() -> None:

@@ -286,7 +286,8 @@ async def test_details_are_bounded_by_their_lease_before_they_are_decoded(tmp_pa
         with pytest.raises(DecodeError) as caught:
             submission = book.state.submissions[index]
             opens = lambda: batches.read_submission(desk.coordinator.files, submission)  # noqa: E731
-            batches.check_details(lying, raw, submission, lease, opens)
+            judging = desk.coordinator.judging
+            batches.check_details(lying, raw, submission, lease, opens, judging.trainable, judging.prompt_ids)
         assert caught.value.code is ReasonCode.OVERSIZE
 
 

@@ -39,6 +39,7 @@ from protocol.seeds import group_id
 from protocol.state import RunState, SubmissionState
 from trainer.decoded import Decoded
 from trainer.leases import batch_rollouts
+from trainer.trainable import Trainable, in_range
 from trainer.window import Group, Window
 
 PromptIds = Callable[[bytes, int], bytes]
@@ -257,9 +258,15 @@ def open_submission(raw: bytes, submission: SubmissionState) -> Submission:
 
 
 def check_details(
-    verdict: Verdict, raw: bytes, submission: SubmissionState, lease: Lease, upload: Callable[[], Submission]
+    verdict: Verdict,
+    raw: bytes,
+    submission: SubmissionState,
+    lease: Lease,
+    upload: Callable[[], Submission],
+    rules: Trainable,
+    prompt_ids: PromptIds,
 ) -> VerdictDetails:
-    """The details of a verdict, unless they could not make a batch.
+    """The details of a verdict, unless they could not make a batch that the learner takes.
 
     Args:
         raw: the attachment, codec bytes of `VerdictDetails`.
@@ -267,7 +274,8 @@ def check_details(
 
     Raises:
         LedgerError: the submission does not open.
-        DecodeError: details of another hash or shape, or an accepted rollout that is no rollout of this lease.
+        DecodeError: details of another hash or shape, or an accepted rollout that is no rollout of this lease, or that
+            the model could not have sampled, or with numbers that can't be trained on.
     """
     if blake3(raw).digest() != verdict.details:
         raise DecodeError("the details are not the ones the verdict names", ReasonCode.HASH_MISMATCH)
@@ -285,10 +293,19 @@ def check_details(
         if position >= len(rollouts):
             raise DecodeError(f"rollout {position} was accepted but never submitted")
         rollout, detail = rollouts[position], details.rollouts[position]
-        if (rollout.task, rollout.sample) != (lease.tasks[position // lease.samples], position % lease.samples):
+        task = lease.tasks[position // lease.samples]
+        if (rollout.task, rollout.sample) != (task, position % lease.samples):
             raise DecodeError(f"rollout {position} was accepted but is another task or sample")
-        if not rollout.tokens or len(detail.logprobs) != len(rollout.tokens):
-            raise DecodeError(f"rollout {position} has {len(rollout.tokens) // 4} tokens, its details another number")
+        if len(rollout.tokens) // 4 > lease.max_new_tokens:
+            raise DecodeError(
+                f"rollout {position} was accepted with {len(rollout.tokens) // 4} tokens, the lease allows "
+                f"{lease.max_new_tokens}"
+            )
+        wrong = rules.misfit(prompt_ids(lease.environment, task), rollout.tokens, detail.logprobs)
+        if wrong is not None:
+            raise DecodeError(f"rollout {position} was accepted but {wrong[0]}", wrong[1])
+        if not in_range(detail.logprobs, detail.reward):
+            raise DecodeError(f"rollout {position} was accepted with numbers that can't be trained on")
     return details
 
 

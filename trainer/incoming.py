@@ -22,6 +22,7 @@ from protocol.errors import DecodeError, ReasonCode
 from protocol.manifest import Run
 from protocol.records import Batch, TrainingRollout
 from trainer.errors import TrainerError
+from trainer.trainable import Trainable
 
 
 class BatchError(TrainerError):
@@ -109,18 +110,12 @@ def read_batch(path: Path, step: int, door: Door, trained: Iterable[frozenset[tu
 
 
 def _sequence(path: Path, index: int, rollout: TrainingRollout, step: int, door: Door) -> Sequence:
+    wrong = Trainable(door.vocabulary, door.max_context).misfit(rollout.prompt, rollout.tokens, rollout.logprobs)
+    if wrong is not None:
+        raise _refuse(path, f"rollout {index} {wrong[0]}", wrong[1])
     prompt = np.frombuffer(rollout.prompt, "<u4")
     tokens = np.frombuffer(rollout.tokens, "<u4")
     behaviour = np.frombuffer(rollout.logprobs, "<f4")
-    if not len(prompt) or not len(tokens) or len(tokens) != len(behaviour):
-        raise _refuse(path, f"rollout {index} has {len(prompt)} prompt tokens, {len(tokens)} sampled tokens and "
-                            f"{len(behaviour)} log-probabilities")  # fmt: skip
-    if len(prompt) + len(tokens) > door.max_context + 1:
-        raise _refuse(
-            path, f"rollout {index} has {len(prompt) + len(tokens)} tokens, the context is {door.max_context}"
-        )
-    if int(max(prompt.max(), tokens.max())) >= door.vocabulary:
-        raise _refuse(path, f"rollout {index} has a token outside the vocabulary", ReasonCode.TOKEN_RANGE)
     staleness = step - rollout.step
     if rollout.epoch != door.epoch or not 0 <= staleness <= door.max_staleness:
         raise _refuse(path, f"rollout {index} was sampled by the policy of epoch {rollout.epoch} step {rollout.step}, "

@@ -32,6 +32,7 @@ from trainer.drops import Drops
 from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
 from trainer.news import News, in_words
+from trainer.trainable import Trainable
 
 VERDICT_WAIT_S = 20.0
 """How long a verdict waits for another one of the same job that is being written down."""
@@ -57,6 +58,8 @@ class Judging:
     job_deadline_s: float
     drawing: Drawing
     drops: Drops
+    trainable: Trainable
+    prompt_ids: batches.PromptIds
     monotonic: Callable[[], float] = time.monotonic
     delivered: dict[bytes, float] = field(default_factory=dict)
     """Job id -> when it was last handed to its validator."""
@@ -253,8 +256,9 @@ class Judging:
     ) -> Ack:
         node = self.book.state.nodes[member.key]
         held = self.book.state.leases[submission.lease_id]
+        opens = lambda: batches.read_submission(self.files, submission)  # noqa: E731
         details = batches.check_details(
-            verdict, attachment, submission, held.lease, lambda: batches.read_submission(self.files, submission)
+            verdict, attachment, submission, held.lease, opens, self.trainable, self.prompt_ids
         )
         path = self.files.details(held.lease_id, job.round)
         await asyncio.to_thread(write_atomic, path, attachment)
