@@ -64,6 +64,7 @@ def tiny(directory: Path) -> list[Goal]:
         goals.append(at_least(f"{kind}: share of dishonest rollouts caught", 1.0, caught, [fate["dishonest"]]))
         spent = fate["submitted"] if fate["node_state"] == "suspended" else 1e9
         goals.append(at_most(f"{kind}: rollouts until suspended", 64, spent))
+        goals.append(at_most(f"{kind}: rejected although as the lease forces them", 0, fate["identical_rejected"]))
     code, report = _command("verifier", "audit", str(run_dir), deadline_s=1800)
     missed = summary["rollouts_accepted"] - report["accepted_checked"]
     goals += [
@@ -113,6 +114,7 @@ def all_kinds(directory: Path, seed: int) -> list[Goal]:
         caught = fate["caught"] / fate["dishonest"] if fate["dishonest"] else 0.0
         name = f"seed {seed}: {kind}"
         goals.append(at_least(f"{name}: share of dishonest rollouts caught", 1.0, caught, [fate["dishonest"]]))
+        goals.append(at_most(f"{name}: rejected although as the lease forces them", 0, fate["identical_rejected"]))
         goals.append(at_least(f"{name}: suspended", 1, float(fate["node_state"] == "suspended"), [fate["submitted"]]))
     code, _ = _command("verifier", "audit", str(run_dir), deadline_s=1800)
     goals.append(at_most(f"seed {seed}: exit code of verifier audit", 0, code))

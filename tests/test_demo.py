@@ -145,7 +145,7 @@ def test_reward_climbs_and_no_honest_rollout_is_rejected(demo: Finished) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_dishonest_rollout_is_caught_and_its_node_suspended(demo: Finished, kind: str) -> None:
     fate = demo.summary["cheats"][kind]
-    assert fate["caught"] == fate["dishonest"] > 0
+    assert fate["caught"] == fate["dishonest"] > 0 and fate["identical_rejected"] == 0
     assert fate["node_state"] == "suspended"
     if kind != "dropper":  # what it sends is honest; it takes many leases to tell that it picks them
         assert fate["submitted"] <= 64

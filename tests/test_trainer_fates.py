@@ -64,9 +64,20 @@ def test_dishonest_rollouts_count_as_caught_and_honest_ones_as_identical(tmp_pat
     judged(chain, lease, [R, R, A, A], [R, R, A, A])
     found = fate(tmp_path, state_of(chain), "edit", ANN, log_of(tmp_path, chain, {lease: [True, True, False, False]}))
     assert found == {
-        "submitted": 4, "dishonest": 2, "identical": 2, "caught": 2, "first_caught_after_tokens": 0,
-        "node_state": "suspended",
+        "submitted": 4, "dishonest": 2, "identical": 2, "identical_rejected": 0, "caught": 2,
+        "first_caught_after_tokens": 0, "node_state": "suspended",
     }  # fmt: skip
+
+
+def test_a_false_rejection_of_a_dishonest_nodes_honest_rollout_is_counted(tmp_path: Path) -> None:
+    chain = opened()
+    lease, other = chain.lease("ann"), chain.lease("bob")
+    judged(chain, lease, [R, R, A, A], [R, A, A, A])
+    judged(chain, other, [R] * 4, [R] * 4)
+    said = log_of(tmp_path, chain, {lease: [True, False, False, False], other: [False] * 4})
+    found = fate(tmp_path, state_of(chain), "edit", ANN, said)
+    assert (found["identical"], found["identical_rejected"], found["caught"]) == (3, 1, 1), "one word is enough"
+    assert fate(tmp_path, state_of(chain), "edit", identity("bob").public, said)["identical_rejected"] == 4
 
 
 def test_what_was_discarded_because_its_node_was_suspended_is_caught_if_a_validator_rejected_it(tmp_path: Path) -> None:

@@ -99,6 +99,19 @@ def test_advantages_are_reward_minus_mean_and_equal_groups_are_dropped() -> None
         group_advantages([b"a"], [])
 
 
+@pytest.mark.parametrize(
+    "rewards", [[0.1 + 0.2, 0.3, 0.3], [0.3 - (0.1 + 0.2), 0.0], [1e6 / 3 * 3, 1e6], [-0.3, -0.1 - 0.2]]
+)
+def test_rewards_that_differ_by_rounding_are_equal(rewards: list[float]) -> None:
+    result = group_advantages([b"g"] * len(rewards), rewards)
+    assert not result.keep_B.any() and not result.values_B.any() and result.groups_kept == 0
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1e-6], [1.0, 1.000001], [1e6, 1e6 + 0.5], [-1e6, -1e6 - 0.5]])
+def test_rewards_that_differ_by_more_are_not(rewards: list[float]) -> None:
+    assert group_advantages([b"g"] * 2, rewards).keep_B.all()
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=12), st.integers(0, 1000))
 def test_advantages_do_not_depend_on_a_groups_order(rewards: list[float], seed: int) -> None:

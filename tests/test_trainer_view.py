@@ -334,6 +334,12 @@ def test_a_rejected_honest_rollout_is_called_a_bug() -> None:
     assert "3 REJECTED: that is a bug, please report it" in text and "dishonest" not in text
 
 
+def test_a_false_rejection_of_what_a_dishonest_node_did_honestly_is_called_a_bug_too() -> None:
+    fates = {"edit": {**SUMMARY["cheats"]["small-model"], "identical_rejected": 2}}
+    text = "\n".join(map(plain, summary_lines({**SUMMARY, "cheats": fates}, "runs/x")))
+    assert "2 rejected that equal what the lease forces: a bug, please report it" in text
+
+
 def test_an_interrupted_demo_says_how_it_goes_on() -> None:
     text = "\n".join(map(plain, interrupted_lines("runs/x", 41, 150)))
     for words in ("at step 41 of 150", "trainer demo --resume runs/x", "verifier audit runs/x"):

@@ -16,6 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+SAME_RELATIVE, SAME_ABSOLUTE = 1e-9, 1e-12
+"""Rewards of one group this close, beside the largest of them or beside 0, are equal: sums of the same tenths taken in
+another order differ by 1e-16 of themselves, rewards that mean something by far more than 1e-9. Exact comparison would
+keep the group and train it on rounding; much more would drop groups that teach."""
+
 
 @dataclass(frozen=True)
 class Advantages:
@@ -45,7 +50,7 @@ def group_advantages(groups: Sequence[bytes], rewards: Sequence[float]) -> Advan
     kept = 0
     for indices in members.values():
         own = np.sort(np.array([rewards[i] for i in indices], dtype=np.float64))
-        if own[0] == own[-1]:
+        if own[-1] - own[0] <= max(SAME_ABSOLUTE, SAME_RELATIVE * max(-own[0], own[-1])):
             continue
         kept += 1
         mean = own.sum() / len(own)

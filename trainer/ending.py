@@ -42,6 +42,10 @@ def summary_lines(summary: Mapping[str, Any], run: str) -> list[Line]:
     if fates:
         words = f"{len(caught)} of {len(fates)} caught and suspended"
         lines.append(_fact("dishonest", [(words, "good" if len(caught) == len(fates) else "bad")]))
+    false = sum(int(fate.get("identical_rejected", 0)) for fate in fates.values())
+    if false:
+        words = f"{false} rejected that equal what the lease forces: a bug, please report it"
+        lines.append(_fact("", [(words, "bad")]))
     width = max((len(kind) for kind in fates), default=0)
     for kind, fate in fates.items():
         out = fate["node_state"] == "suspended"

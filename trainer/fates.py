@@ -2,6 +2,7 @@
 
     submitted   rollouts it sent             identical   those that equal what the lease forces, rightly accepted
     dishonest   those that don't             caught      those of them that validators rejected
+    identical_rejected   identical ones that any validator rejected: a false rejection, whoever sent them
 
 For a kind whose dishonesty is what it doesn't send, `dishonest` are the rollouts it withheld on purpose, and `caught`
 those that by the time it was suspended were with another node under the same nonce, and came back from there.
@@ -35,6 +36,7 @@ def fate(run_dir: Path, state: RunState, kind: str, key: bytes, log: Path) -> di
         "submitted": 0,
         "dishonest": 0,
         "identical": 0,
+        "identical_rejected": 0,
         "caught": 0,
         "first_caught_after_tokens": None,
         "node_state": node.state if node else "never joined",
@@ -49,6 +51,7 @@ def fate(run_dir: Path, state: RunState, kind: str, key: bytes, log: Path) -> di
             tokens += lengths[position] if position < len(lengths) else 0
             found["submitted"] += 1
             found["dishonest" if dishonest else "identical"] += 1
+            found["identical_rejected"] += not dishonest and position in refused
             # What was on its way when its node was suspended is discarded unread by the run; its verdict still tells.
             if dishonest and (outcome.status == "rejected" or (outcome.status == "discarded" and position in refused)):
                 found["caught"] += 1

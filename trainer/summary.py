@@ -138,19 +138,18 @@ def _rewards_by_step(run_dir: Path, state: RunState, submissions: list[Submissio
     """Verified rewards of all accepted rollouts, by the policy step that sampled them."""
     rewards: dict[int, list[float]] = defaultdict(list)
     for submission in submissions:
-        accepted = [i for i, outcome in enumerate(submission.outcomes) if outcome.status == "accepted"]
-        if not accepted:
-            continue
-        details = _details(run_dir, submission)
-        if details is None:
-            continue
         step = state.leases[submission.lease_id].lease.step
-        rewards[step].extend(details.rollouts[i].reward for i in accepted if i < len(details.rollouts))
+        for round_, held in submission.verdicts.items():  # each rollout's is in the details of the verdict that took it
+            accepted = [
+                i for i, o in enumerate(submission.outcomes) if o.status == "accepted" and o.verdict == held.index
+            ]
+            details = _details(run_dir, submission, round_) if accepted else None
+            if details is not None:
+                rewards[step].extend(details.rollouts[i].reward for i in accepted if i < len(details.rollouts))
     return rewards
 
 
-def _details(run_dir: Path, submission: SubmissionState) -> VerdictDetails | None:
-    round_ = max(submission.verdicts)
+def _details(run_dir: Path, submission: SubmissionState, round_: int) -> VerdictDetails | None:
     path = run_dir / "submissions" / f"{submission.lease_id.hex()}.{round_}.hwv"
     try:
         return codec.decode(VerdictDetails, path.read_bytes())
