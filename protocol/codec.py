@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -37,13 +37,16 @@ MANY = 8
 Read = Callable[[Any], Any]
 """Turns a decoded msgpack value into a field's value or raises DecodeError."""
 
-ReadMany = Callable[[Sequence[Any]], Sequence[Any] | None]
-"""The same for one field of many records at once, without a Python call for each: their values when all are plainly as
-they should be, else None, and each is read by its `Read`, which says what is wrong. Never called with none."""
+HoldMany = Callable[[Sequence[Any]], bool]
+"""Whether one field's values in many records are all plainly as they should be, without a Python call for each. False
+proves nothing wrong: each is then read by its `Read`, which says what is. Never called with no values."""
+
+ReadMany = Callable[[Sequence[Any]], Sequence[Any]]
+"""Turns values that hold into the fields' values."""
 
 
-def _one_by_one(values: Sequence[Any]) -> None:
-    return None
+def _never(values: Sequence[Any]) -> bool:
+    return False
 
 
 def _all_of(kind: type[Any], values: Sequence[Any]) -> bool:
@@ -65,9 +68,17 @@ class Spec:
         """One value by hand; whoever reads many makes a `reader`."""
         return self.reader(where)(value)
 
-    def reader_of_many(self) -> ReadMany:
-        """See `ReadMany`. It lets nothing through that `reader` refuses or changes."""
-        return _one_by_one
+    def holder_of_many(self) -> HoldMany:
+        """See `HoldMany`. What holds, `reader` reads as `reader_of_many` does."""
+        return _never
+
+    def reader_of_many(self) -> ReadMany | None:
+        """None when values that hold are the fields' values as they are."""
+        return None
+
+    def checker(self, where: str) -> Read:
+        """Raises as `reader` does, for who needs no value."""
+        return self.reader(where)
 
     def writer(self) -> Callable[[Any], Any] | None:
         """Turns a field's value into what msgpack packs; None when it is packed as it is."""
@@ -90,9 +101,9 @@ class UInt(Spec):
 
         return read
 
-    def reader_of_many(self) -> ReadMany:
+    def holder_of_many(self) -> HoldMany:
         end = 1 << self.bits
-        return lambda values: values if _all_of(int, values) and min(values) >= 0 and max(values) < end else None
+        return lambda values: _all_of(int, values) and min(values) >= 0 and max(values) < end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +122,8 @@ class Real(Spec):
 
         return read
 
-    def reader_of_many(self) -> ReadMany:
-        return lambda values: values if _all_of(float, values) and all(map(math.isfinite, values)) else None
+    def holder_of_many(self) -> HoldMany:
+        return lambda values: _all_of(float, values) and all(map(math.isfinite, values))
 
     def writer(self) -> Callable[[Any], Any]:
         return float
@@ -147,9 +158,9 @@ class Fixed(Spec):
 
         return read
 
-    def reader_of_many(self) -> ReadMany:
+    def holder_of_many(self) -> HoldMany:
         size = self.size
-        return lambda values: values if _all_of(bytes, values) and set(map(len, values)) == {size} else None
+        return lambda values: _all_of(bytes, values) and set(map(len, values)) == {size}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,16 +185,16 @@ class Blob(Spec):
 
         return read
 
-    def reader_of_many(self) -> ReadMany:
+    def holder_of_many(self) -> HoldMany:
         limit, unit = self.limit, self.unit
 
-        def read(values: Sequence[Any]) -> Sequence[Any] | None:
+        def hold(values: Sequence[Any]) -> bool:
             if not _all_of(bytes, values):
-                return None
+                return False
             sizes = set(map(len, values))
-            return None if max(sizes) > limit or any(size % unit for size in sizes) else values
+            return max(sizes) <= limit and not any(size % unit for size in sizes)
 
-        return read
+        return hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,13 +216,9 @@ class Text(Spec):
 
         return read
 
-    def reader_of_many(self) -> ReadMany:
+    def holder_of_many(self) -> HoldMany:
         limit = self.limit
-        return lambda values: (
-            values
-            if _all_of(str, values) and all(map(str.isascii, values)) and max(map(len, values)) <= limit
-            else None
-        )
+        return lambda values: _all_of(str, values) and all(map(str.isascii, values)) and max(map(len, values)) <= limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,33 +229,48 @@ class Seq(Spec):
     limit: int
 
     def reader(self, where: str) -> Read:
-        limit, read_item, read_many = self.limit, self.item.reader(where), self.item.reader_of_many()
+        limit, read_item = self.limit, self.item.reader(where)
+        hold_many, read_many = self.item.holder_of_many(), self.item.reader_of_many()
 
         def read(value: Any) -> Any:
-            if type(value) is not list:
-                raise DecodeError(f"{where}: not a list")
-            if len(value) > limit:
-                raise DecodeError(f"{where}: {len(value)} items, over the bound of {limit}", ReasonCode.OVERSIZE)
-            whole = read_many(value) if len(value) >= MANY else None
-            return tuple([read_item(item) for item in value] if whole is None else whole)
+            _check_list(value, limit, where)
+            if len(value) >= MANY and hold_many(value):
+                return tuple(value if read_many is None else read_many(value))
+            return tuple([read_item(item) for item in value])
 
         return read
 
-    def reader_of_many(self) -> ReadMany:
-        limit, read_many = self.limit, self.item.reader_of_many()
+    def checker(self, where: str) -> Read:
+        limit, check_item, hold_many = self.limit, self.item.checker(where), self.item.holder_of_many()
 
-        def read(values: Sequence[Any]) -> Sequence[Any] | None:
-            if not _all_of(list, values):
-                return None
-            sizes = list(map(len, values))
-            if max(sizes) > limit:
-                return None
+        def check(value: Any) -> None:
+            _check_list(value, limit, where)
+            if len(value) < MANY or not hold_many(value):
+                for item in value:
+                    check_item(item)
+
+        return check
+
+    def holder_of_many(self) -> HoldMany:
+        limit, hold_many = self.limit, self.item.holder_of_many()
+
+        def hold(values: Sequence[Any]) -> bool:
+            if not _all_of(list, values) or max(map(len, values)) > limit:
+                return False
             items = list(itertools.chain.from_iterable(values))
-            whole = read_many(items) if items else items
-            if whole is None:
-                return None
-            rest = iter(whole)
-            return [tuple(itertools.islice(rest, size)) for size in sizes]
+            return not items or hold_many(items)
+
+        return hold
+
+    def reader_of_many(self) -> ReadMany:
+        read_many = self.item.reader_of_many()
+        if read_many is None:
+            return lambda values: list(map(tuple, values))
+        read_items = read_many  # a name of its own, which is never None
+
+        def read(values: Sequence[Any]) -> Sequence[Any]:
+            items = iter(read_items(list(itertools.chain.from_iterable(values))))
+            return [tuple(itertools.islice(items, len(value))) for value in values]
 
         return read
 
@@ -265,6 +287,12 @@ class Sub(Spec):
 
     def reader(self, where: str) -> Read:
         return _record_reader(self.record, f"{where}.{self.record.__name__}")
+
+    def checker(self, where: str) -> Read:
+        return _record_checker(self.record, f"{where}.{self.record.__name__}")
+
+    def holder_of_many(self) -> HoldMany:
+        return _record_holder_of_many(self.record)
 
     def reader_of_many(self) -> ReadMany:
         return _record_reader_of_many(self.record)
@@ -286,6 +314,13 @@ class Maybe(Spec):
     def writer(self) -> Callable[[Any], Any] | None:
         write_item = self.item.writer()
         return None if write_item is None else lambda value: None if value is None else write_item(value)
+
+
+def _check_list(value: Any, limit: int, where: str) -> None:
+    if type(value) is not list:
+        raise DecodeError(f"{where}: not a list")
+    if len(value) > limit:
+        raise DecodeError(f"{where}: {len(value)} items, over the bound of {limit}", ReasonCode.OVERSIZE)
 
 
 def _read_fields(cls: type[Any]) -> tuple[tuple[str, Spec, bool], ...]:
@@ -328,22 +363,42 @@ def _record_reader(cls: type[Any], where: str) -> Read:
     return read
 
 
-def _record_reader_of_many(cls: type[Any]) -> ReadMany:
-    """Reads lists into records of class `cls`, field by field: all their first values, all their second ones."""
-    fields = [(name, spec.reader_of_many()) for name, spec, _ in _read_fields(cls)]
-    names, count, make = [name for name, _ in fields], len(fields), object.__new__
+def _record_checker(cls: type[Any], where: str) -> Read:
+    """Raises as `_record_reader` does for a list as `_record_writer` makes it."""
+    checks = [spec.checker(f"{where}.{name}") for name, spec, _ in _read_fields(cls)]
 
-    def read(values: Sequence[Any]) -> Sequence[Any] | None:
-        if not _all_of(list, values) or set(map(len, values)) != {count} or not count:
-            return None
-        columns = []
-        for (_, read_many), column in zip(fields, zip(*values, strict=True), strict=True):
-            whole = read_many(column)
-            if whole is None:
-                return None
-            columns.append(whole)
+    def check(value: Any) -> None:
+        for check_field, item in zip(checks, value, strict=True):
+            check_field(item)
+
+    return check
+
+
+def _record_holder_of_many(cls: type[Any]) -> HoldMany:
+    """Looks at lists field by field: all their first values, all their second ones."""
+    holders = [spec.holder_of_many() for _, spec, _ in _read_fields(cls)]
+
+    def hold(values: Sequence[Any]) -> bool:
+        if not holders or not _all_of(list, values) or set(map(len, values)) != {len(holders)}:
+            return False
+        return all(hold(column) for hold, column in zip(holders, zip(*values, strict=True), strict=True))
+
+    return hold
+
+
+def _record_reader_of_many(cls: type[Any]) -> ReadMany:
+    """Turns lists that hold into records of class `cls`."""
+    fields = [(name, spec.reader_of_many()) for name, spec, _ in _read_fields(cls)]
+    names, changed = [name for name, _ in fields], any(read is not None for _, read in fields)
+    make = object.__new__
+
+    def read(values: Sequence[Any]) -> Sequence[Any]:
+        rows: Iterable[Any] = values
+        if changed and values:
+            columns = zip(fields, zip(*values, strict=True), strict=True)
+            rows = zip(*[column if read is None else read(column) for (_, read), column in columns], strict=True)
         records = []
-        for row in zip(*columns, strict=True):
+        for row in rows:
             made = make(cls)
             made.__dict__.update(zip(names, row, strict=True))
             records.append(made)
@@ -372,6 +427,7 @@ def _record_writer(cls: type[Any]) -> Callable[[Any], list[Any]]:
 
 
 _READERS: dict[type[Any], Read] = {}
+_CHECKERS: dict[type[Any], Read] = {}
 _WRITERS: dict[type[Any], Callable[[Any], list[Any]]] = {}
 
 
@@ -383,6 +439,7 @@ def record(max_bytes: int) -> Callable[[type[R]], type[R]]:
         if hasattr(cls, "__post_init__") or hasattr(cls, "__slots__"):
             raise TypeError(f"{cls.__name__}: a record is plain fields; check what they mean where it is used")
         _READERS[cls], _WRITERS[cls] = _record_reader(cls, cls.__name__), _record_writer(cls)
+        _CHECKERS[cls] = _record_checker(cls, cls.__name__)
         return cls
 
     return apply
@@ -396,7 +453,7 @@ def encode(record: Any) -> bytes:
     """
     cls = type(record)
     fields = _WRITERS[cls](record)
-    _READERS[cls](fields)
+    _CHECKERS[cls](fields)
     raw: bytes = msgpack.packb(fields, use_bin_type=True)
     _check_size(cls, raw)
     return raw

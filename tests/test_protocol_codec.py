@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgpack
@@ -124,6 +124,32 @@ def test_a_long_list_gives_what_its_items_give_one_by_one(cls: Any, fields: Any,
             Part for item in together for _ in item.parts
         ]
         assert codec.decode(cls, codec.encode(cls(together))).items == together
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"number": 1 << 16},
+        {"number": True},
+        {"digest": b"x"},
+        {"tokens": b"123"},
+        {"tokens": bytes(12)},
+        {"parts": (Part("a", float("nan")),)},
+        {"parts": (Part("a", 0.5),) * 4},
+        {"names": ("long text",)},
+        {"names": ("a",) * 3},
+    ],
+)
+@pytest.mark.parametrize("place", [0, 11])
+def test_nothing_is_encoded_that_would_be_refused(bad: dict[str, Any], place: int) -> None:
+    good = Plain(1, b"ab", b"1234", (Part("a", 0.5), Part("b", 1)), ("a", "ü"))
+    items = [good] * 12
+    assert codec.decode(Plains, codec.encode(Plains(tuple(items)))).items == tuple(items)
+    items[place] = replace(good, **bad)
+    with pytest.raises(DecodeError):
+        codec.encode(Plains(tuple(items)))
+    with pytest.raises(DecodeError):
+        codec.encode(Plains(tuple([good] * 41)))
 
 
 def test_what_was_decoded_lately_is_the_same_record_and_a_refusal_is_said_each_time() -> None:
