@@ -66,6 +66,11 @@ class Desk:
         member = Member(self.sealed(who, "relay.report", report), who.public)
         return (await self.coordinator.reports.report(member, report, b"")).note
 
+    def trust(self, *who: Identity) -> None:
+        """As after enough accepted rollouts."""
+        for member in who:
+            self.coordinator.book.state.nodes[member.public].state = "active"
+
     def events(self) -> list[str]:
         return [stored.entry().event for stored in self.coordinator.book.ledger.entries()]
 
@@ -137,9 +142,16 @@ async def test_nothing_is_charged_to_a_key_that_did_not_sign_a_lie(desk: Desk) -
     assert caught.value.code == ReasonCode.NOT_JOINED
 
 
+def suspicion(desk: Desk, relay: Identity) -> RelayReport:
+    """A report without proof: all it shows is the origin's record, which every child has."""
+    return RelayReport(
+        relay.public, b"", desk.evidence(relay, stamped=b"y" * 32, signed=b"y" * 32).shard, "wrong bytes"
+    )
+
+
 async def test_suspicion_takes_three_networks_and_lasts_an_hour(desk: Desk) -> None:
-    plain = desk.evidence(SECOND, stamped=b"y" * 32, signed=b"y" * 32)
-    report = RelayReport(SECOND.public, b"", plain.shard, "wrong bytes")
+    desk.trust(*NODES)
+    report = suspicion(desk, SECOND)
     desk.where[NODES[1].public] = "10.0.77.9"  # the first one's network
     desk.where[NODES[5].public] = "no address"
     for node in (NODES[0], NODES[1], NODES[0], NODES[2], NODES[5]):
@@ -152,6 +164,42 @@ async def test_suspicion_takes_three_networks_and_lasts_an_hour(desk: Desk) -> N
     )
     desk.now += LEFT_OUT_S + 1
     assert await desk.parents(NODES[0]) == [SECOND.public, FIRST.public]
+
+
+async def test_suspicion_of_strangers_in_probation_changes_nothing(desk: Desk) -> None:
+    """Keys and joins are free: three of them in three networks must not move a relay."""
+    for relay in (FIRST, SECOND):
+        for node in NODES:
+            assert "probation" in await desk.report(node, suspicion(desk, relay))
+    assert await desk.parents(NODES[5]) == [SECOND.public, FIRST.public]
+    assert await desk.parents(SECOND) == [FIRST.public]
+
+
+async def test_suspicion_of_those_never_sent_to_a_relay_changes_nothing(desk: Desk) -> None:
+    desk.trust(*NODES)
+    members = desk.coordinator.members
+    members.parents._passes.clear()  # as after a restart, before anybody's first heartbeat
+    for node in NODES[:3]:
+        assert "not sent" in await desk.report(node, suspicion(desk, SECOND))
+    assert await desk.parents(NODES[5]) == [SECOND.public, FIRST.public]
+    for node in NODES[:2]:
+        await desk.parents(node)
+        assert await desk.report(node, suspicion(desk, SECOND)) == "noted"
+    assert await desk.parents(NODES[5]) == [SECOND.public, FIRST.public], "two children are not three"
+
+
+async def test_suspicion_never_takes_the_last_usable_relay(desk: Desk) -> None:
+    desk.trust(*NODES)
+    for node in NODES[:3]:
+        await desk.report(node, suspicion(desk, SECOND))
+    assert await desk.parents(NODES[5]) == [FIRST.public]
+    for node in NODES[:3]:
+        await desk.report(node, suspicion(desk, FIRST))
+    assert set(await desk.parents(NODES[5])) == {FIRST.public, SECOND.public}, "no other is there: both serve"
+    assert await desk.parents(SECOND) == [FIRST.public], "and none is sent past another to the origin"
+    desk.coordinator.members.sessions[FIRST.public].heard = -1e9
+    assert await desk.parents(NODES[5]) == [SECOND.public]
+    assert desk.coordinator.book.state.nodes[SECOND.public].state != "suspended"
 
 
 async def test_one_member_cannot_flood_the_desk(desk: Desk) -> None:

@@ -67,17 +67,28 @@ class Parents:
         return plan(node.key, node.role, self.relays(granted), origin, self.book.secret, planned=bool(granted))
 
     def relays(self, granted: list[bytes]) -> list[RelayView]:
-        """The admitted relays that may be used, in the order of the grants."""
+        """The admitted relays that may be used, in the order of the grants. Those distrusted without proof are among
+        them only while nobody could be served otherwise: suspicion must not cost a run its last relay."""
         views = []
         for key in granted:
             node = self.book.state.nodes.get(key)
-            if (node is not None and node.state == "suspended") or key in self.distrusted():
+            if node is not None and node.state == "suspended":
                 continue
             seen = self.seen(key)
             never = seen.age_s is None
             awaited = self.uptime_s() < AWAITED_AT_START_S if never else (seen.age_s or 0.0) < AWAITED_PROOF_S
             views.append(RelayView(key, seen.url, awaited and not seen.url, seen.lag))
-        return views
+        distrusted = self.distrusted()
+        others = [view for view in views if view.key not in distrusted]
+        return others if any(view.usable for view in others) else views
+
+    def sent_to(self, child: bytes, relay: bytes) -> bool:
+        """Whether `child` holds a pass for `relay` that still counts."""
+        now = self.book.now_ms()
+        return any(
+            holder == child and place.key == relay and envelope.expires_at > now
+            for (holder, place), envelope in self._passes.items()
+        )
 
     def passes(self, node: NodeState, places: tuple[Place, ...]) -> tuple[bytes, ...]:
         """One pass per place; those still fresh are handed out again."""

@@ -4,8 +4,10 @@
     no stamp (right stamp, wrong bytes)                    counted by network; from three networks the relay is left
                                                            out of the plan for an hour, and nothing is written
 
-A proof is one no matter who brings it, so it needs no second opinion; a report without proof could be a lie about an
-honest relay, so it takes members of three networks, and costs only an hour.
+A proof is one no matter who brings it, so it needs no second opinion. A report without proof could be a lie about an
+honest relay, and the origin's record it shows is public. So it takes members of three networks that earned trust and
+were sent to this very relay, it costs only an hour, and a relay without which nobody could be served stays
+(`parents`). A child alone needs none of this: it rests the source and takes the shard elsewhere.
 
 Not covered: what a stamp is (`shardcast.stamps`), and what the fold makes of the entry (`protocol.state`).
 """
@@ -22,6 +24,7 @@ from protocol.envelope import open_envelope
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.evidence import SHARD_KIND, check_relay_lie
 from protocol.records import Ack, RelayReport
+from protocol.state import NodeState
 from trainer.book import Book
 from trainer.members import Members
 from trainer.news import News
@@ -81,7 +84,7 @@ class Reports:
             shard = open_envelope(report.shard, run=self.book.run.id, kind=SHARD_KIND)
             if shard.signer not in origins:
                 raise ProtocolError("the shard record is not the origin's", ReasonCode.BAD_SIGNATURE)
-            return self._complain(reporter.key, relay.key, relay.name)
+            return self._complain(reporter, relay.key, relay.name)
         check_relay_lie(report, self.book.run.id, origins)
         self.book.append("relay.accused", subject=member.envelope.raw)
         await self.book.commit()
@@ -100,9 +103,13 @@ class Reports:
             self._sent.clear()
         self._sent[key] = [*recent, now]
 
-    def _complain(self, reporter: bytes, relay: bytes, name: str) -> Ack:
+    def _complain(self, reporter: NodeState, relay: bytes, name: str) -> Ack:
         """Count a report without proof by the network it comes from."""
-        network, now = network_of(self.address_of(reporter)), self.monotonic()
+        if not self._is_trusted(reporter):
+            return Ack("noted; it does not count, since this member is in probation")
+        if not self.members.parents.sent_to(reporter.key, relay):
+            return Ack("noted; it does not count, since this member was not sent to that relay lately")
+        network, now = network_of(self.address_of(reporter.key)), self.monotonic()
         if network is None:
             return Ack("noted; it does not count, since this member's network is not known")
         complaints = {where: at for where, at in self._complaints.get(relay, {}).items() if now - at < MEMORY_S}
@@ -111,11 +118,18 @@ class Reports:
         if len(complaints) >= NETWORKS and relay not in self.distrusted():
             self._left_out[relay] = now + LEFT_OUT_S
             self.news.say(
-                f"{name} is left out for an hour: members of {len(complaints)} networks got wrong bytes from it. There "
-                "is no proof; its operator should check that machine's disk and memory"
+                f"{name} is left out for an hour: members of {len(complaints)} networks got wrong bytes from it. It is "
+                "used only while no other relay can be. There is no proof; its operator should check that machine's "
+                "disk and memory"
             )
             self.book.changes.notify()
         return Ack("noted")
+
+    def _is_trusted(self, reporter: NodeState) -> bool:
+        """Whether it cost something to be believed: work that was accepted, or the operator's own word."""
+        if reporter.role in ("validator", "relay"):
+            return self.members.granted(reporter.key, reporter.role)
+        return reporter.state == "active"
 
 
 def network_of(address: str | None) -> str | None:

@@ -64,7 +64,7 @@ def plan(
     Args:
         child: its public key.
         role: `relay`, `inference`, `validator` or `trainer`.
-        relays: the admitted ones that are neither suspended nor distrusted, in the order of the grants.
+        relays: the admitted ones that may be used (`Parents.relays`), in the order of the grants.
         secret: spreads children over equals; the same child always gets the same order.
         planned: the operator admitted relays at all; without any, everybody pulls from the origin.
     """
