@@ -19,11 +19,15 @@ def check(claims: Sequence[Claim], setting: Setting) -> None:
     """At least one token, at most the cap; a stop token only at the end; the finish word says what happened."""
     stop = np.asarray(sorted(setting.stop_tokens), dtype=np.int64)
     open_claims = standing(claims)
-    is_stop_M = (joined([claim.tokens_N for claim in open_claims])[:, None] == stop).any(axis=1)
-    for claim, begin in zip(open_claims, begins_of([claim.tokens_N for claim in open_claims]), strict=True):
-        count = len(claim.tokens_N)
-        stops = np.flatnonzero(is_stop_M[begin : begin + count])
-        ended = FINISH_EOS if len(stops) else FINISH_LENGTH
-        whole = len(stops) == 1 and stops[0] == count - 1 if len(stops) else count == setting.max_new_tokens
+    parts = [claim.tokens_N for claim in open_claims]
+    stops_at = np.flatnonzero((joined(parts)[:, None] == stop).any(axis=1))
+    begins = begins_of(parts)
+    ends = [begin + len(part) for begin, part in zip(begins, parts, strict=True)]
+    firsts, lasts = np.searchsorted(stops_at, begins).tolist(), np.searchsorted(stops_at, ends).tolist()
+    for claim, begin, end, first, last in zip(open_claims, begins, ends, firsts, lasts, strict=True):
+        count, stops = end - begin, last - first
+        ended = FINISH_EOS if stops else FINISH_LENGTH
+        whole = stops == 1 and stops_at[first] == end - 1 if stops else count == setting.max_new_tokens
         if not 1 <= count <= setting.max_new_tokens or not whole or claim.rollout.finish != ended:
-            claim.fail(ReasonCode.TERMINATION, tokens=count, stop_at=float(stops[0]) if len(stops) else -1.0)
+            stop_at = float(stops_at[first] - begin) if stops else -1.0
+            claim.fail(ReasonCode.TERMINATION, tokens=count, stop_at=stop_at)
