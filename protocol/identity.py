@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import stat
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -21,6 +21,10 @@ from protocol.errors import EnvelopeError, UsageError
 from protocol.files import write_atomic
 
 _FIELD_PRIME = 2**255 - 19
+_KEPT_KEYS = 4096
+"""Keys whose check, and whose form for verifying, is remembered: a run's messages are signed by few keys. Each takes
+less than 1 KiB; more keys than this only cost the check again."""
+
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
 """Identity multihash of the protobuf `PublicKey{type: Ed25519}`; fixed by libp2p's peer id specification."""
@@ -37,6 +41,7 @@ _SMALL_ORDER_Y = frozenset(
 )
 
 
+@lru_cache(maxsize=_KEPT_KEYS)
 def check_public_key(key: bytes) -> bytes:
     """Return `key` if it is a canonical Ed25519 public key of full order, else raise EnvelopeError."""
     if len(key) != 32:
@@ -116,11 +121,15 @@ class Identity:
         return f"Identity({self.peer_id})"
 
 
+@lru_cache(maxsize=_KEPT_KEYS)
+def _verifier(key: bytes) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(check_public_key(key))
+
+
 def verify(key: bytes, signature: bytes, message: bytes) -> None:
     """Raise EnvelopeError unless `signature` is `key`'s over `message`."""
-    check_public_key(key)
     try:
-        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
+        _verifier(key).verify(signature, message)
     except (InvalidSignature, ValueError) as exc:
         raise EnvelopeError(f"the signature is not {peer_id_text(key)}'s") from exc
 

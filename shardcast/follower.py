@@ -55,7 +55,7 @@ HOLD_MAX_S = HEAD_LIFETIME_MS / 3000
 """News are looked at this often though nobody has use for them: heads are signed again as often, and a fork that is
 never looked at is never found."""
 
-_HOLD_LOOK_S = 0.5
+_HOLD_LOOK_S = 1.0
 """Work may end before its time; then news are of use at once."""
 
 ENDS = 3

@@ -39,6 +39,7 @@ from shardcast.passes import Parent, Presenter
 from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
 from shardcast.records import ShardRecord
 from shardcast.server import Clock, wall_clock_ms
+from shardcast.stats import SAVE_S
 from shardcast.store import MAX_PUBLICATION_BYTES, PUBLICATION_NAME, hash_file, read_bounded, remove_folder
 
 log = logging.getLogger("shardcast.puller")
@@ -239,7 +240,7 @@ class Puller:
         await self._follower.close()
         for sink in self._sinks.values():
             sink.close()
-        self._save_stats()
+        self._save_stats(last=True)
 
     async def wait_newer(self, after: Key | None, deadline_s: float) -> Policy:
         """The current policy once it is newer than `after`.
@@ -416,8 +417,8 @@ class Puller:
             return None
         return publication if holds else None
 
-    def _save_stats(self) -> None:
-        if time.monotonic() - self._saved_at >= 1.0:
+    def _save_stats(self, *, last: bool = False) -> None:
+        if last or time.monotonic() - self._saved_at >= SAVE_S:
             self._saved_at = time.monotonic()
             replace_file(self.store / "stats.json", json.dumps({"bytes_received": self.bytes_received}).encode())
 

@@ -48,7 +48,7 @@ from shardcast.passes import MAX_SHOWN_CHARS, PASS_HEADER, PassCheck
 from shardcast.publication import Key, pack_frames
 from shardcast.records import CHALLENGE_KIND, Challenge, ShardRecord
 from shardcast.stamps import STAMP_HEADER, make_stamp
-from shardcast.stats import Counters
+from shardcast.stats import SAVE_S, Counters
 from shardcast.store import Feed, Store
 
 log = logging.getLogger("shardcast.server")
@@ -235,7 +235,7 @@ class WeightsServer:
 
     async def _save_counters(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(SAVE_S)
             self.counters.save()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:

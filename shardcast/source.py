@@ -177,26 +177,24 @@ class Source:
         seconds = ANSWER_DEADLINE_S + record.wire_bytes / MINIMUM_RATE_BYTES_S
         hasher = blake3()
         got = 0
+        now = asyncio.get_running_loop().time
         async with self._get(path, silence_s=STALL_S, total_s=seconds) as response:
-            if self.stamped_by:
-                check_stamp(response.headers.get(STAMP_HEADER), self._run, self.stamped_by, record, self.address)
-            length = response.content_length
-            if length != record.wire_bytes:
-                code = (
-                    ReasonCode.OVERSIZE if length is None or length > record.wire_bytes else ReasonCode.LENGTH_MISMATCH
-                )
-                raise SourceError(
-                    self.address, f"shard {record.index} of {length} bytes, not {record.wire_bytes}", code
-                )
-            async for piece in response.content.iter_chunked(PIECE_BYTES):
-                if got + len(piece) > record.wire_bytes:
-                    raise SourceError(self.address, f"shard {record.index} is too long", ReasonCode.OVERSIZE)
-                hasher.update(piece)
-                try:
-                    write(got, piece)
-                except OSError as exc:
-                    raise StoreError(f"cannot store a shard: {exc}; free some space or repair the disk") from exc
-                got += len(piece)
+            self._check_shard_header(response, record)
+            _watch_silence_ourselves(response)
+            armed = now()
+            async with asyncio.timeout_at(armed + STALL_S) as stall:
+                async for piece in response.content.iter_chunked(PIECE_BYTES):
+                    if got + len(piece) > record.wire_bytes:
+                        raise SourceError(self.address, f"shard {record.index} is too long", ReasonCode.OVERSIZE)
+                    hasher.update(piece)
+                    try:
+                        write(got, piece)
+                    except OSError as exc:
+                        raise StoreError(f"cannot store a shard: {exc}; free some space or repair the disk") from exc
+                    got += len(piece)
+                    if (arrived := now()) - armed > STALL_S / 4:
+                        armed = arrived
+                        stall.reschedule(arrived + 1.25 * STALL_S)
         if got != record.wire_bytes:
             raise SourceError(
                 self.address, f"shard {record.index} was cut after {got} bytes", ReasonCode.LENGTH_MISMATCH
@@ -206,6 +204,15 @@ class Source:
                 self.address, f"shard {record.index} has another hash than the origin signed", ReasonCode.SHARD_MISMATCH
             )
         return got
+
+    def _check_shard_header(self, response: aiohttp.ClientResponse, record: ShardRecord) -> None:
+        """What is said of a shard before its bytes: the relay's stamp, and its length."""
+        if self.stamped_by:
+            check_stamp(response.headers.get(STAMP_HEADER), self._run, self.stamped_by, record, self.address)
+        length = response.content_length
+        if length != record.wire_bytes:
+            code = ReasonCode.OVERSIZE if length is None or length > record.wire_bytes else ReasonCode.LENGTH_MISMATCH
+            raise SourceError(self.address, f"shard {record.index} of {length} bytes, not {record.wire_bytes}", code)
 
     async def _frames(self, path: str, wait_ms: int) -> list[bytes]:
         data = await self._small(path, MAX_ANSWER_BYTES, wait_ms)
@@ -269,6 +276,13 @@ class Source:
             response.status, ReasonCode.UNREACHABLE
         )
         return SourceError(self.address, f"{path}: answered {response.status} {message!r}", code)
+
+
+def _watch_silence_ourselves(response: aiohttp.ClientResponse) -> None:
+    """From here on aiohttp sets no timer anew at every arrival, which costs as much as storing what arrived."""
+    connection = response.connection  # None once all of a short body is here
+    if connection is not None and connection.protocol is not None:
+        connection.protocol.read_timeout = None
 
 
 async def keep_polite(start: float) -> None:

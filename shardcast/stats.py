@@ -6,7 +6,7 @@
                  minute
     epoch, step  newest policy held                   lag         steps behind the newest one heard of (a relay)
 
-Byte counts go on after a restart; the rest starts again. The file is written at most once a second, when it changed.
+Byte counts go on after a restart; the rest starts again. The file is written at most every `SAVE_S`, when it changed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from pathlib import Path
 from shardcast.errors import StoreError
 from shardcast.heads import replace_file
 from shardcast.publication import Key
+
+SAVE_S = 5.0
+"""How often numbers go to the disk. They are for people: after a kill the last few seconds are missing, and replacing a
+file every second costs a small relay more than its requests for news."""
 
 _CHILD_S = 60.0
 _MAX_CHILDREN = 4096

@@ -152,6 +152,7 @@ class Store:
             UsageError: another process holds it.
         """
         self.root = root
+        self._place = str(root)
         self._run = run
         self.durable = durable
         (root / "blobs").mkdir(parents=True, exist_ok=True)
@@ -207,7 +208,7 @@ class Store:
         return publication.head_envelope.raw if publication.head_envelope is not None else None
 
     def folder(self, key: Key) -> Path:
-        return self.root / publication_name(key)
+        return Path(f"{self._place}/{publication_name(key)}")
 
     def blob(self, digest: bytes) -> Path:
         return self.root / "blobs" / digest.hex()
@@ -255,7 +256,7 @@ class Store:
         return feed, resume
 
     def shard_path(self, key: Key, index: int) -> Path:
-        return self.folder(key) / shard_name(index)
+        return Path(f"{self._place}/{publication_name(key)}/{shard_name(index)}")
 
     def show_shard(self, feed: Feed, record: ShardRecord, record_raw: bytes | None, *, wake: bool = True) -> None:
         """A shard's bytes are verified and in place: children may have them.
