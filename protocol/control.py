@@ -5,8 +5,9 @@
            reply record <-- open --- host ... host <--- sealed `KIND.reply`, or sealed `error`
 
 A request's envelope has the coordinator as audience and the kind of its frame; a reply's has the member as audience.
-A call that loses its connection is signed anew and sent again until its deadline. After libp2p has failed for
-`FALLBACK_AFTER_S` the same envelope goes to `POST {ingress}/v1/{run}/{kind}`; each use is counted on both sides.
+A call that loses its connection is signed anew and sent again until its deadline. After libp2p has failed, or answered
+this call `busy`, for `FALLBACK_AFTER_S` the same envelope goes to `POST {ingress}/v1/{run}/{kind}`; each use is counted
+on both sides.
 
 Not covered: who may do what (each handler's business), and the transport (`host`).
 """
@@ -27,14 +28,15 @@ from protocol.clock import Clock
 from protocol.envelope import Envelope, open_envelope, parse, seal
 from protocol.errors import DecodeError, EnvelopeError, ProtocolError, ReasonCode, TransportError
 from protocol.frames import ERROR, MAX_FRAME_BYTES, ControlFrame, pack_frame, unpack_frame
+from protocol.held import SMALL_BYTES, HeldBytes
 from protocol.host import HostProcess
 from protocol.identity import Identity, parse_peer_id, peer_id_text
 from protocol.limits import (
     FALLBACK_AFTER_S,
     HEADER_DEADLINE_S,
-    KIB,
     MAX_ATTACHMENT_BYTES,
     MIB,
+    MINIMUM_RATE_BYTES_S,
     REQUEST_DEADLINE_S,
 )
 from protocol.manifest import MANIFEST_KIND, Run
@@ -63,7 +65,6 @@ JOIN = "join"
 MAX_HTTP_HELD_BYTES = 64 * MIB
 """Request bodies held at once behind the HTTP door, all senders together. This bounds the application's memory."""
 
-SMALL_HTTP_BYTES = 64 * KIB
 SMALL_HTTP_RESERVE_BYTES = 16 * MIB
 """Part of the bytes that only small bodies may use, so that a few large ones never keep heartbeats out."""
 
@@ -168,29 +169,34 @@ class ControlClient:
     async def _call(self, kind: str, record: object, reply: type[R], attachment: bytes, until: float) -> R:
         pause = 0.1
         attempt = 0
+        busy_since: float | None = None  # of this call alone: smaller ones may get through meanwhile
         while True:
             left = until - time.monotonic()
             started = time.monotonic()
             sent_ms = self.clock.now_ms()
             frame = ControlFrame(kind, self._seal(kind, record), attachment)
             try:
-                answer = await self._exchange(frame, left, attempt)
+                crowded = busy_since is not None and started - busy_since >= FALLBACK_AFTER_S
+                answer = await self._exchange(frame, left, attempt, crowded)
             except TransportError as exc:
                 if exc.code not in _RETRIED or until - time.monotonic() < 0.2:
                     raise
                 logger.info("%s: %s; asking again", kind, exc)
                 if exc.code is not ReasonCode.BUSY:
                     self._note_failure(started)
+                    busy_since = None
+                elif busy_since is None:
+                    busy_since = started
                 await asyncio.sleep(min(pause * random.uniform(0.5, 1.0), max(0.0, until - time.monotonic())))
                 pause = min(2 * pause, 1.0)
                 attempt += 1
                 continue
             return self._open(kind, record, reply, answer, self.clock.now_ms() - sent_ms)
 
-    async def _exchange(self, frame: ControlFrame, left: float, attempt: int) -> ControlFrame:
-        """One attempt: over libp2p, or over HTTP once libp2p has failed long enough."""
+    async def _exchange(self, frame: ControlFrame, left: float, attempt: int, crowded: bool) -> ControlFrame:
+        """One attempt: over libp2p, or over HTTP once libp2p has failed, or was too crowded, for long enough."""
         failing_for = 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
-        if failing_for >= FALLBACK_AFTER_S and self.run.manifest.ingress and attempt > 0:
+        if (crowded or failing_for >= FALLBACK_AFTER_S) and self.run.manifest.ingress and attempt > 0:
             return await self._post(frame, left, attempt)
         if not self._addresses:
             raise TransportError("the run's manifest names no libp2p address of its coordinator")
@@ -250,7 +256,7 @@ class ControlClient:
                 url, data=pack_frame(frame), timeout=timeout, allow_redirects=False
             ) as response:
                 if self.http_fallbacks == 0:
-                    logger.warning("libp2p has failed for %.0f s; control messages go over HTTP now", FALLBACK_AFTER_S)
+                    logger.warning("libp2p failed or was busy for %.0f s; this goes over HTTP now", FALLBACK_AFTER_S)
                 self.http_fallbacks += 1
                 if response.status != 200:
                     code = ReasonCode.UNREACHABLE if response.status >= 500 else ReasonCode.MALFORMED
@@ -305,7 +311,7 @@ class ControlServer:
         self._guard = guard
         self._clock = clock
         self._handlers: dict[str, tuple[type[Any], ServerHandler]] = {}
-        self._held_bytes = 0
+        self.held = HeldBytes(MAX_HTTP_HELD_BYTES, SMALL_HTTP_RESERVE_BYTES)
 
     def on(self, kind: str, record_cls: type[R], handler: Callable[[Member, R, bytes], Awaitable[object]]) -> None:
         """Serve a kind."""
@@ -382,9 +388,9 @@ class ControlServer:
 
         if request.match_info.get("run") != self.run.id.hex():
             return web.Response(status=404, text="this coordinator serves another run\n")
-        body = bytearray()
+        group, body = address_group(request.remote or ""), bytearray()
         try:
-            await asyncio.wait_for(self._read_body(request.content, body), REQUEST_DEADLINE_S)
+            await self._read_body(request.content, body, group)
             frame = unpack_frame(bytes(body))
             return await self._answer_http(request, frame)
         except TimeoutError:
@@ -393,18 +399,27 @@ class ControlServer:
             status = {ReasonCode.OVERSIZE: 413, ReasonCode.BUSY: 503}.get(exc.code, 400)
             return web.Response(status=status, text=f"{exc.code}: {exc}\n")
         finally:
-            self._held_bytes -= len(body)
+            self.held.give_back(group, len(body))
 
-    async def _read_body(self, content: Any, body: bytearray) -> None:
-        """Read into `body` while there is room. Raises DecodeError(`oversize`, `busy`)."""
-        async for chunk in content.iter_any():
-            body += chunk
-            self._held_bytes += len(chunk)
-            if len(body) > MAX_FRAME_BYTES:
+    async def _read_body(self, content: Any, body: bytearray, group: str) -> None:
+        """Read into `body` while there is room, at no less than the minimum rate.
+
+        Raises:
+            DecodeError: `oversize`, `busy`.
+            TimeoutError: it came too slowly.
+        """
+        started = time.monotonic()
+        while True:
+            slowest = started + HEADER_DEADLINE_S + len(body) / MINIMUM_RATE_BYTES_S
+            async with asyncio.timeout(min(slowest, started + REQUEST_DEADLINE_S) - time.monotonic()):
+                chunk = await content.readany()
+            if not chunk:
+                return
+            if len(body) + len(chunk) > MAX_FRAME_BYTES:
                 raise DecodeError(f"a body over the bound of {MAX_FRAME_BYTES} bytes", ReasonCode.OVERSIZE)
-            small = len(body) <= SMALL_HTTP_BYTES
-            if self._held_bytes > MAX_HTTP_HELD_BYTES - (0 if small else SMALL_HTTP_RESERVE_BYTES):
+            if not self.held.take(group, len(chunk), small=len(body) + len(chunk) <= SMALL_BYTES):
                 raise DecodeError("too many requests are being read; try again in a second", ReasonCode.BUSY)
+            body += chunk
 
     async def _answer_http(self, request: web.Request, frame: ControlFrame) -> web.Response:
         from aiohttp import web

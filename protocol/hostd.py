@@ -199,7 +199,7 @@ class Host:
             "refused": self.admission.refused,
             "visitors": len(self.visitors.open),
             "in_flight": self.visitors.in_flight,
-            "held_bytes": self.visitors.held_bytes,
+            "held_bytes": self.visitors.held.total,
             "lines": self.lines.count,
             "tasks": trio.lowlevel.current_statistics().tasks_living,
             "rss_kib": resident_kib(),

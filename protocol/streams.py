@@ -9,6 +9,7 @@ Not covered: what is in a frame (`frames`), and multiplexing of requests.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import trio
@@ -96,23 +97,44 @@ class ControlStream:
         del self._buffer[: _HEAD.size]
         return length - 8, number
 
-    async def read_body(self, size: int) -> bytes:
-        """The packed frame after a head. Memory grows with what has arrived, never with what was announced."""
-        await self._fill(size, transfer_deadline_s(size))
+    async def read_body(self, size: int, keep: Callable[[int], bool] = lambda arrived: True) -> bytes | None:
+        """The packed frame after a head, at no less than the minimum rate from its first byte on.
+
+        Args:
+            keep: told of bytes as they arrive, never of what was only announced. Once it says False the rest is read
+                away and None returned.
+        """
+        started, kept = trio.current_time(), 0
+        while True:
+            arrived = min(len(self._buffer), size) - kept
+            if arrived > 0 and not keep(arrived):
+                await self.skip_body(size)
+                return None
+            kept += max(arrived, 0)
+            if kept == size:
+                break
+            await self._receive_by(started + transfer_deadline_s(kept))
         body = bytes(self._buffer[:size])
         del self._buffer[:size]
         return body
 
     async def skip_body(self, size: int) -> None:
-        """Read a frame away without keeping it."""
-        with trio.move_on_after(transfer_deadline_s(size)) as scope:
-            while size > 0:
-                await self._fill(1, HEADER_DEADLINE_S)
-                size -= len(self._buffer)
-                rest = self._buffer[len(self._buffer) + size :] if size < 0 else b""
-                self._buffer = bytearray(rest)
-        if scope.cancelled_caught:
-            raise TransportError("the peer sent too slowly", ReasonCode.TOO_SLOW)
+        """Read a frame away without keeping it, at no less than the minimum rate."""
+        started, read = trio.current_time(), 0
+        while True:
+            here = min(len(self._buffer), size - read)
+            del self._buffer[:here]
+            read += here
+            if read == size:
+                return
+            await self._receive_by(started + transfer_deadline_s(read))
+
+    async def _receive_by(self, end: float) -> None:
+        try:
+            with trio.fail_at(end):
+                await self._receive()
+        except trio.TooSlowError as exc:
+            raise TransportError("the peer sent too slowly", ReasonCode.TOO_SLOW) from exc
 
     async def send(self, number: int, packed: bytes) -> None:
         """Write one frame, after those before it. Abandoned half-way, by a deadline or a cancel, it ends the stream."""

@@ -21,20 +21,21 @@ import trio
 from protocol.admission import CHARGES_PER_CONNECTION, Admission
 from protocol.errors import DecodeError, ReasonCode, TransportError
 from protocol.frames import MAX_FRAME_BYTES, Message, pack_frame, refusal, unpack_frame
+from protocol.held import SMALL_BYTES, HeldBytes
 from protocol.libp2p_fixes import STREAM_ERRORS, HardenedSwarm, abort, remote_group
-from protocol.limits import KIB, MIB
+from protocol.limits import MIB
 from protocol.streams import ControlStream, describe
 
 MAX_IN_FLIGHT_PER_PEER = 32
 """Requests of one connection handled at once, long-polls included. A member needs one per kind."""
 
 MAX_HELD_BYTES = 64 * MIB
-"""Request bytes held for all peers together until the application has replied. This bounds the process."""
+"""Request bytes held for all peers together, from their arrival until the application has replied. This bounds the
+process."""
 
 MAX_HELD_BYTES_PER_PEER = 20 * MIB
 """Of them, for one connection: two of the largest frames."""
 
-SMALL_BYTES = 64 * KIB
 SMALL_RESERVE_BYTES = 16 * MIB
 """Part of the bytes that only small frames may use, so that uploads of large ones never keep heartbeats out."""
 
@@ -84,7 +85,7 @@ class Visitors:
         self._jobs: dict[int, _Job] = {}
         self._next = 1
         self.open: list[Visitor] = []
-        self.held_bytes = 0
+        self.held = HeldBytes(MAX_HELD_BYTES, SMALL_RESERVE_BYTES)
 
     @property
     def in_flight(self) -> int:
@@ -129,28 +130,46 @@ class Visitors:
                     await visitor.stream.skip_body(size)
                     nursery.start_soon(self._say_busy, visitor, number)
                     continue
-                self._hold(visitor, size)
-                try:
-                    body = await visitor.stream.read_body(size)
-                except BaseException:
-                    self._hold(visitor, -size)
-                    raise
+                body = await self._read_body(visitor, size)
+                if body is None:
+                    nursery.start_soon(self._say_busy, visitor, number)
+                    continue
                 visitor.in_flight += 1
                 nursery.start_soon(self._answer, visitor, number, body)
         except TransportError as exc:
             logger.debug("%s: %s", visitor.stream.group, exc)
 
+    async def _read_body(self, visitor: Visitor, size: int) -> bytes | None:
+        """A frame's body, counted as it arrives; None when there was no room for all of it."""
+        counted = 0
+
+        def keep(arrived: int) -> bool:
+            nonlocal counted
+            taken = self.held.take(visitor.stream.group, arrived, small=size <= SMALL_BYTES)
+            if taken:
+                counted += arrived
+                visitor.held_bytes += arrived
+            else:  # what came of it is read away, so it is nobody's room any more
+                self._let_go(visitor, counted)
+                counted = 0
+            return taken
+
+        try:
+            return await visitor.stream.read_body(size, keep)
+        except BaseException:
+            self._let_go(visitor, counted)
+            raise
+
     def _is_full(self, visitor: Visitor, size: int) -> bool:
-        bound = MAX_HELD_BYTES if size <= SMALL_BYTES else MAX_HELD_BYTES - SMALL_RESERVE_BYTES
         return (
             visitor.in_flight >= MAX_IN_FLIGHT_PER_PEER
             or visitor.held_bytes + size > MAX_HELD_BYTES_PER_PEER
-            or self.held_bytes + size > bound
+            or not self.held.fits(visitor.stream.group, size, small=size <= SMALL_BYTES)
         )
 
-    def _hold(self, visitor: Visitor, size: int) -> None:
-        visitor.held_bytes += size
-        self.held_bytes += size
+    def _let_go(self, visitor: Visitor, size: int) -> None:
+        visitor.held_bytes -= size
+        self.held.give_back(visitor.stream.group, size)
 
     async def _answer(self, visitor: Visitor, number: int, body: bytes) -> None:
         """Let the application answer one request."""
@@ -168,7 +187,7 @@ class Visitors:
             del body
             with trio.move_on_after(HANDLER_DEADLINE_S):
                 await job.event.wait()
-            self._hold(visitor, -size)
+            self._let_go(visitor, size)
             size = 0
             reply = job.reply or pack_frame(refusal(ReasonCode.DEADLINE, "the application did not reply in time"))
             await visitor.stream.send(number, reply)
@@ -179,7 +198,7 @@ class Visitors:
             await visitor.stream.abort()
         finally:
             del self._jobs[local]
-            self._hold(visitor, -size)
+            self._let_go(visitor, size)
             visitor.in_flight -= 1
             if not job.event.is_set():
                 with trio.CancelScope(shield=True):

@@ -20,6 +20,7 @@ from protocol.control import ControlClient, ControlFrame, ControlServer, Member,
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import EnvelopeError, ManifestError, ProtocolError, ReasonCode, TransportError
 from protocol.frames import pack_frame, unpack_frame
+from protocol.held import HeldBytes
 from protocol.host import HostProcess
 from protocol.identity import Identity, load_or_create_identity
 from protocol.manifest import (
@@ -267,6 +268,27 @@ async def test_http_is_tried_only_after_libp2p_failed_for_a_while(world, monkeyp
     assert world.coordinator.asked[-1][0].transport_key == b""
 
 
+async def test_a_call_that_stays_busy_goes_over_http_though_others_get_through(world, monkeypatch):
+    """Strangers may keep the room for large frames full while heartbeats pass."""
+    monkeypatch.setattr(control, "FALLBACK_AFTER_S", 1.0)
+    client = await world.member()
+    host = world.host_of(client)
+    through = host.request
+
+    async def crowded(address, frame, *rest, **options):
+        if frame.attachment:
+            raise TransportError("too many requests are in flight", ReasonCode.BUSY)
+        return await through(address, frame, *rest, **options)
+
+    monkeypatch.setattr(host, "request", crowded)
+    large = asyncio.create_task(client.call("heartbeat", a_heartbeat(), HeartbeatReply, attachment=b"x"))
+    join = await client.call("join", a_join(host.transport), JoinReply)
+    assert (await large).state == "active"
+    assert client.http_fallbacks == 1
+    assert join.state == "probation"
+    assert [bool(m.transport_key) for m, _, _ in world.coordinator.asked] == [True, False], "the join came over libp2p"
+
+
 async def test_while_nobody_answers_at_all_libp2p_is_asked_again(world, monkeypatch):
     """A coordinator that starts slowly is away, over HTTP too: that is no reason to leave libp2p."""
     monkeypatch.setattr(control, "FALLBACK_AFTER_S", 3.0)
@@ -368,9 +390,8 @@ async def test_strangers_whose_requests_are_refused_leave_nothing_behind(coordin
 
 async def test_bodies_held_for_strangers_over_http_are_bounded(world, monkeypatch):
     """Hundreds of connections with nine megabytes each would be the coordinator's memory; heartbeats still pass."""
-    monkeypatch.setattr(control, "MAX_HTTP_HELD_BYTES", 1 << 20)
-    monkeypatch.setattr(control, "SMALL_HTTP_RESERVE_BYTES", 1 << 18)
     server = world.coordinator.server
+    monkeypatch.setattr(server, "held", HeldBytes(1 << 20, 1 << 18))
     host, port = world.ingress.addresses[0][:2]
     path = f"/v1/{world.coordinator.run.id.hex()}/heartbeat"
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {9 << 20}\r\n\r\n".encode()
@@ -385,7 +406,7 @@ async def test_bodies_held_for_strangers_over_http_are_bounded(world, monkeypatc
                 [asyncio.create_task(reader.readline()) for reader, _ in held], return_when=asyncio.FIRST_COMPLETED
             )
         assert b" 503 " in done.pop().result()
-        assert server._held_bytes <= 1 << 20
+        assert server.held.total <= 1 << 20
         beat = pack_frame(ControlFrame("heartbeat", sealed(world.coordinator, ROOT, a_heartbeat()).raw))
         small = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(beat)}\r\n\r\n".encode()
         reader, writer = await asyncio.open_connection(host, port)
@@ -397,8 +418,22 @@ async def test_bodies_held_for_strangers_over_http_are_bounded(world, monkeypatc
         for _, writer in held:
             writer.close()
     async with asyncio.timeout(20):
-        while server._held_bytes:
+        while server.held.total:
             await asyncio.sleep(0.02)
+
+
+async def test_a_body_that_does_not_come_is_given_up_at_the_slowest_rate(world, monkeypatch):
+    monkeypatch.setattr(control, "HEADER_DEADLINE_S", 1.0)
+    host, port = world.ingress.addresses[0][:2]
+    path = f"/v1/{world.coordinator.run.id.hex()}/heartbeat"
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {9 << 20}\r\n\r\n".encode() + bytes(1000))
+    try:
+        async with asyncio.timeout(10):
+            assert b" 408 " in await reader.readline()
+    finally:
+        writer.close()
+    assert world.coordinator.server.held.total == 0
 
 
 async def test_a_forger_s_reply_is_not_believed(world):

@@ -12,6 +12,7 @@ from protocol.admission import (
     Blocked,
     address_group,
 )
+from protocol.held import SHARE, HeldBytes
 
 
 def admit(admission: Admission, group: str) -> bool:
@@ -104,3 +105,28 @@ def test_blocked_addresses_get_no_slot_whoever_they_are() -> None:
     admission.block([])
     assert admission.admit("203.0.113.7"), "an address that is unblocked is like any other"
     assert not Blocked(["203.0.113.7"]).covers("no address")
+
+
+def test_one_address_holds_a_quarter_of_the_bytes_and_the_reserve_stays_for_small_ones() -> None:
+    held = HeldBytes(64, 16)
+    assert sum(held.take("203.0.113.7", 1, small=False) for _ in range(100)) == 64 // SHARE
+    assert not held.take("203.0.113.7", 1, small=True), "its share is its share, of whatever size"
+    assert all(held.take(f"198.51.100.{n}", 16, small=False) for n in (1, 2))
+    assert not held.take("198.51.100.3", 1, small=False), "48 of 64: the rest is for small ones"
+    assert held.take("198.51.100.3", 16, small=True)
+    assert not held.take("198.51.100.4", 1, small=True)
+    held.give_back("203.0.113.7", 16)
+    assert held.take("203.0.113.7", 4, small=True)
+    assert HeldBytes(64, 0).take("127.0.0.1", 64, small=False), "behind loopback are this machine's own processes"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.booleans())))
+def test_what_is_given_back_was_held(steps) -> None:
+    held, mine = HeldBytes(64, 16), []
+    for group, size, small in steps:
+        if held.take(group, size, small=small):
+            mine.append((group, size))
+        assert held.total == sum(size for _, size in mine) <= 64
+    for group, size in mine:
+        held.give_back(group, size)
+    assert (held.total, held._of) == (0, {})

@@ -193,6 +193,27 @@ async def test_a_flood_neither_bloats_nor_stops_the_host(make_host):
     assert (await server.stats())["held_bytes"] == 0
 
 
+async def test_large_frames_that_are_announced_and_never_sent_keep_nobody_out(make_host):
+    server = await make_host(LOOPBACK, handler=answer)
+    client = await make_host()
+    await client.request(server.addresses[0], ControlFrame("echo", b""), 10)
+    silent = asyncio.create_task(stranger("silent", server.addresses[0], 16))
+    while (await server.stats())["inbound"] < 17:
+        assert not silent.done()
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(1)  # all have announced what they will not send
+    assert (await server.stats())["held_bytes"] == 0
+    body = os.urandom(200_000)
+    assert (await client.request(server.addresses[0], ControlFrame("echo", b"", body), 10)).attachment == body
+    body = os.urandom(8 << 20)
+    assert (
+        await client.request(server.addresses[0], ControlFrame("echo", bytes(1 << 20), body), 60)
+    ).attachment == body
+    outcome = await silent
+    assert outcome["cut"] == 16, "not after the ten minutes in which such a frame may come"
+    assert outcome["longest_s"] < 25
+
+
 async def test_a_frozen_peer_blocks_nobody_else(make_host):
     server = await make_host(LOOPBACK, handler=answer)
     other = await make_host(LOOPBACK, handler=answer)

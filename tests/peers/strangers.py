@@ -189,6 +189,31 @@ async def flood():
     return out
 
 
+async def silent():
+    """COUNT connections from one address that announce a large frame and send nothing more; when each was cut."""
+    sizes = [9 << 20] * 5 + [1 << 20] * 3 + [150_000] * COUNT
+    seconds = []
+
+    async def one(size):
+        _, swarm = stranger()
+        async with run_service(swarm):
+            stream = await connect(swarm)
+            await stream._muxed.write(struct.pack(">IQ", size + 8, 1))
+            started = trio.current_time()
+            with trio.move_on_after(40):
+                try:
+                    while await stream._muxed.read(1000):
+                        pass
+                except Exception:
+                    pass
+                seconds.append(trio.current_time() - started)
+
+    async with trio.open_nursery() as nursery:
+        for size in sizes[:COUNT]:
+            nursery.start_soon(one, size)
+    return {"cut": len(seconds), "longest_s": max(seconds, default=0.0)}
+
+
 async def upstream():
     """A dialer that offers only plaintext, or only mplex."""
     key_pair = create_new_key_pair(os.urandom(32))
@@ -212,7 +237,7 @@ async def upstream():
 
 
 async def bounded():
-    kinds = {"joins": joins, "frames": frames, "garbage": garbage, "flood": flood}
+    kinds = {"joins": joins, "frames": frames, "garbage": garbage, "flood": flood, "silent": silent}
     with trio.fail_after(150):
         print(json.dumps(await kinds.get(KIND, upstream)()), flush=True)
     os._exit(0)
