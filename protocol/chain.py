@@ -175,6 +175,10 @@ class Chain:
         """Whether what `key` signs at ledger entry `index` counts for nothing."""
         return any(item.key == key and index >= item.index for item in self.revocations)
 
+    def keys_at(self, role: str, index: int) -> tuple[bytes, ...]:
+        """The same without those that were revoked at ledger entry `index`: whose signatures count there."""
+        return tuple(key for key in self.keys(role) if not self.revoked(key, index))
+
     def delegation(self, key: bytes) -> Delegation | None:
         """The newest delegation of a key; None for the genesis manifest's keys, which the manifest itself binds."""
         return next((item for item in reversed(self.delegations) if item.key == key), None)
@@ -183,6 +187,11 @@ class Chain:
         """Whether a key's delegation has not begun or is over at `now` (ledger or corrected time, ms)."""
         found = self.delegation(key)
         return found is not None and not found.not_before <= now <= found.expires
+
+    def untimely(self, since: int, now: int) -> Delegation | None:
+        """The first delegation behind the first `since` ones that has not begun or is over at `now` (ms)."""
+        found = (one for one in self.delegations[since:] if not one.not_before <= now <= one.expires)
+        return next(found, None)
 
     def extend(self, raw: bytes) -> Chain:
         """The chain with one more link.

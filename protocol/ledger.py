@@ -2,8 +2,9 @@
 
 An entry is a `LedgerEntry` sealed by the coordinator (kind `entry`); its leaf is the hash of the envelope's bytes.
 `append` decides index, time and signature at once, asks its caller whether the entry holds, and buffers; `commit` makes
-everything appended so far durable, many appenders sharing one flush. What was refused is nowhere: it can't be unwritten. Tree heads and receipts cover durable entries only, so no promise outlives a
-crash that the entry did not.
+everything appended so far durable, many appenders sharing one flush. What was refused is kept nowhere: it could never
+be taken out again. Tree heads and receipts cover durable entries only, so no promise outlives a crash that the entry
+did not.
 
 Entries appended without an `await` between them become durable together or not at all.
 

@@ -37,6 +37,8 @@ from protocol.records import LedgerEntry, TreeHead
 MAGIC = b"headwater-segment/1\0"
 """First bytes of a segment. Changing it makes every sealed archive unreadable."""
 
+_NOT_THE_KEY = "signed by another key than the coordinator's at this place"
+
 _HEADER = struct.Struct(">32sQI")
 _LENGTH = struct.Struct(">I")
 _HASH = 32
@@ -210,6 +212,8 @@ class _Reader:
         self._chain = self.log.chain = Chain(run)
         self._late_heads: list[tuple[str, Envelope, bytes | None]] = []
         """Heads by a key that no entry has named yet: segments can be sealed after the coordinator's key changed."""
+        self._ahead: list[tuple[int, bytes]] = []
+        """(index, signer) of updates whose signer no link has named yet."""
         self._tree = MerkleLog()
         self._broken = False
         """A leaf is missing or unreadable, so no later root can be recomputed; reported once, where it broke."""
@@ -270,15 +274,19 @@ class _Reader:
         if entry.index != index:
             self._lost(record, f"the entry says it is entry {entry.index}")
             return
-        opens = entry.event == "incarnation"
-        if entry.time < self._time or entry.incarnation != self._incarnation + opens:
+        step = entry.incarnation - self._incarnation
+        # A start is announced by `incarnation`, or by the update with which a new coordinator key begins.
+        follows = step == 1 if entry.event == "incarnation" else step in (0, int(entry.event == "run.updated"))
+        if entry.time < self._time or not follows:
             self.problem(record, ReasonCode.LEDGER_BROKEN, "its time or incarnation does not follow the entry before")
         self._time = max(self._time, entry.time)
         self._incarnation = entry.incarnation
         self.log.entries.append(SealedEntry(index, envelope, entry))
 
     def _check_signer(self, index: int, signer: bytes, entry: LedgerEntry) -> None:
-        """Entries are the coordinator's. The one that names its next key may be signed by either."""
+        """Entries are the coordinator's. Updates may be signed by the key before them, or by one that this update or
+        one of those directly behind it names: the key that begins with them. Entry 0 says no more than the run id
+        does, so it is the genesis key's even when that was revoked from the start."""
         before = self._chain
         if entry.event == "run.updated":
             try:
@@ -286,13 +294,28 @@ class _Reader:
             except ProtocolError as exc:
                 self.problem(f"ledger/{index}", exc.code, f"its link of the manifest chain does not hold: {exc}")
         allowed = {before.current.manifest.coordinator, self._chain.current.manifest.coordinator}
-        if signer not in allowed or self._chain.revoked(signer, index):
-            raise LedgerError("signed by another key than the coordinator's at this place", ReasonCode.BAD_SIGNATURE)
+        if self._ahead and (entry.event != "run.updated" or signer != self._ahead[-1][1]):
+            self._name_ahead()
+        if signer in allowed:
+            self._ahead.clear()
+        elif entry.event == "run.updated":
+            self._ahead.append((index, signer))
+        else:
+            raise LedgerError(_NOT_THE_KEY, ReasonCode.BAD_SIGNATURE)
+        if self._chain.revoked(signer, index) and not _is_opening(index, entry):
+            raise LedgerError(_NOT_THE_KEY, ReasonCode.BAD_SIGNATURE)
         if self._chain.lapsed(signer, entry.time):
             raise LedgerError("signed outside the time the root delegated to this key", ReasonCode.EXPIRED)
 
+    def _name_ahead(self) -> None:
+        """Updates signed by a key that none of them named after all."""
+        for index, _ in self._ahead:
+            self.problem(f"ledger/{index}", ReasonCode.BAD_SIGNATURE, f"the entry does not hold: {_NOT_THE_KEY}")
+        self._ahead.clear()
+
     def finish(self) -> None:
         """What can only be judged once the whole chain is known."""
+        self._name_ahead()
         for record, envelope, root in self._late_heads:
             if envelope.signer not in self._chain.keys("coordinator"):
                 message = "its tree head does not hold: signed by another key than the coordinator's"
@@ -300,7 +323,9 @@ class _Reader:
             else:
                 self._take_head(record, envelope, root)
         for sealed in self.log.entries:
-            if self._chain.revoked(sealed.envelope.signer, sealed.index):
+            if self._chain.revoked(sealed.envelope.signer, sealed.index) and not _is_opening(
+                sealed.index, sealed.entry
+            ):
                 message = "signed by a coordinator key that was revoked from an entry before it on"
                 self.problem(f"ledger/{sealed.index}", ReasonCode.KEY_REVOKED, message)
 
@@ -331,6 +356,11 @@ class _Reader:
             self._lost(record, "its signed tree head does not match the entries: the log was rewritten")
         elif self.log.head is None or head.size > self.log.head.size:
             self.log.head = head
+
+
+def _is_opening(index: int, entry: LedgerEntry) -> bool:
+    """The entry whose content the run id fixes: revoking its signer takes nothing back."""
+    return index == 0 and entry.event == "run.opened"
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:

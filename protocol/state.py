@@ -1,9 +1,11 @@
 """What a run's ledger means: a pure fold, so the same entries give the same state everywhere (invariant 6).
 
-No clock, no disk, no network. `apply` never raises on entries of valid types: what contradicts the rules below is
-left out of the state and recorded in `problems`. Signatures of subjects are the caller's business (the coordinator
-checked them on arrival, the audit checks them again); the fold reads who signed an envelope, not whether the signature
-holds. Two exceptions, because they are rare and end trust: links of the manifest chain and a relay's own stamp.
+No clock, no disk, no network. `take` raises on what contradicts the rules below and then has changed nothing, so the
+coordinator asks it before it keeps an entry. `apply`, for ledgers that are there already, never raises on entries of
+valid types: what contradicts the rules is left out of the state and recorded in `problems`. Signatures of subjects are
+the caller's business (the coordinator checked them on arrival, the audit checks them again); the fold reads who signed
+an envelope, not whether the signature holds. Two exceptions, because they are rare and end trust: links of the manifest
+chain and a relay's own stamp.
 
     probation --accepted rollouts--> active
     probation, active --a REJECT waits for another verdict--> paused --not repeated--> back
@@ -17,6 +19,7 @@ needs the secret that is revealed later).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -92,7 +95,7 @@ R = TypeVar("R")
 
 
 class RunState:
-    """The fold's accumulator. Read it freely; only `apply` changes it."""
+    """The fold's accumulator. Read it freely; only `take` and `apply` change it."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -100,7 +103,9 @@ class RunState:
         self.time = 0
         self.incarnation = 0
         self.restarts: list[int] = []
-        """Indices of `incarnation` entries: the coordinator was away just before each."""
+        """Indices of the first entries of later incarnations: the coordinator was away just before each."""
+        self.outages: list[tuple[int, int]] = []
+        """(index, milliseconds since the entry before) of each of them."""
         self.run: bytes = b""
         self.manifest: RunManifest | None = None
         """As it is now: the newest link of `chain`."""
@@ -136,12 +141,23 @@ class RunState:
     def apply(self, index: int, entry: LedgerEntry) -> None:
         """Take in the next entry. Never raises on entries of valid types."""
         try:
-            if index != self.size or entry.index != index:
-                raise LedgerError(f"entry {entry.index} came where {self.size} was expected")
-            self._dispatch(index, entry)
+            self.take(index, entry)
         except ProtocolError as exc:
             self.problems.append((index, f"{entry.event}: {exc}"))
-        self.size = max(self.size, index + 1)
+            if entry.event == "batch":
+                self._pass_over(entry)
+            self.size = max(self.size, index + 1)
+            self.time = max(self.time, entry.time)
+
+    def take(self, index: int, entry: LedgerEntry) -> None:
+        """Take in the next entry, or raise ProtocolError and change nothing at all.
+
+        Each handler checks everything before it changes anything, so that trying an entry costs no copy of the state.
+        """
+        if index != self.size or entry.index != index:
+            raise LedgerError(f"entry {entry.index} came where {self.size} was expected")
+        self._dispatch(index, entry)
+        self.size = index + 1
         self.time = max(self.time, entry.time)
 
     def may_lease(self, key: bytes) -> str:
@@ -164,8 +180,7 @@ class RunState:
         if self.manifest is None:
             raise LedgerError("came before run.opened")
         if entry.event == "incarnation":
-            self.incarnation = entry.incarnation
-            self.restarts.append(index)
+            self._restarted(index, entry)
             return
         handlers = {
             "run.updated": self._run_updated,
@@ -204,8 +219,10 @@ class RunState:
     def _run_updated(self, index: int, entry: LedgerEntry) -> None:
         assert self.chain is not None
         longer = self.chain.extend(entry.subject)
-        if any(longer.lapsed(key, entry.time) for key in self.chain_keys(longer)):
+        if longer.untimely(len(self.chain.delegations), entry.time) is not None:
             raise LedgerError("it comes outside the time its delegation gives", ReasonCode.EXPIRED)
+        if entry.incarnation > self.incarnation:
+            self._restarted(index, entry)
         known = len(self.chain.revocations)
         self.chain, self.manifest = longer, longer.current.manifest
         for gone in longer.revocations[known:]:
@@ -216,11 +233,16 @@ class RunState:
         for node in self.nodes.values():
             self._settle(node)  # the accepted rollouts that end probation may be others now
 
-    @staticmethod
-    def chain_keys(chain: Chain) -> tuple[bytes, bytes, bytes]:
-        """The three online keys in use."""
-        manifest = chain.current.manifest
-        return manifest.coordinator, manifest.origin, manifest.coordinator_transport
+    def _restarted(self, index: int, entry: LedgerEntry) -> None:
+        """The first entry of another start of the coordinator: `incarnation`, or the update with which its new key
+        begins."""
+        self.incarnation = entry.incarnation
+        self.restarts.append(index)
+        self.outages.append((index, max(0, entry.time - self.time)))
+
+    def outage_ms(self, since: int) -> int:
+        """Milliseconds the coordinator was away after ledger index `since`; lease durations stop meanwhile."""
+        return sum(length for index, length in self.outages if index > since)
 
     def _grant(self, index: int, entry: LedgerEntry) -> None:
         grant = codec.decode(RoleGrant, entry.body)
@@ -460,16 +482,21 @@ class RunState:
         closed = codec.decode(BatchClosed, entry.body)
         if closed.step in self.batches:
             raise LedgerError(f"a second batch for step {closed.step}")
-        expected, self._next_batch = self._next_batch, max(self._next_batch, closed.step + 1)
-        if closed.step > expected or not closed.entries or self.finished is not None:
+        if closed.step > self._next_batch or not closed.entries or self.finished is not None:
             raise LedgerError(f"batch {closed.step} is empty, out of order, or comes after the run's end")
         assert self.manifest is not None
         samples = check_batch(
             closed, self.manifest, self.newest_policy, self.nodes, self.leases, self.submissions, self._samples
         )
+        self._next_batch = max(self._next_batch, closed.step + 1)
         self.batches[closed.step] = BatchState(index, closed)
         self.trained.update((item.submission, item.rollout) for item in closed.entries)
         self._samples.update(samples)
+
+    def _pass_over(self, entry: LedgerEntry) -> None:
+        """A refused batch is in the ledger all the same: the batches after it are not out of order for that."""
+        with contextlib.suppress(ProtocolError):
+            self._next_batch = max(self._next_batch, codec.decode(BatchClosed, entry.body).step + 1)
 
     def _run_finished(self, index: int, entry: LedgerEntry) -> None:
         if self.finished is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import zstandard
 from blake3 import blake3
 
 from protocol import codec
+from protocol.clock import Clock
 from protocol.control import Member
 from protocol.envelope import parse, seal
 from protocol.identity import load_identity
@@ -61,17 +63,23 @@ class Desk:
             admitted = [actor_identity(f"validator-{i}").public for i in range(validators)]
             make_run(run_dir, steps=steps, thresholds=NOISE, validators=admitted, overrides=values)
         self.seconds = 0.0
+        self.clock_ahead_ms = 0
+        """Ahead of the machine's clock, from the next `open` on."""
         self.open()
 
     def open(self) -> None:
         """Begin as `trainer serve` does, up to opening its doors."""
         with contextlib.redirect_stderr(io.StringIO()):
-            self.coordinator = Coordinator(config.load(self.run_dir))
+            self.coordinator = Coordinator(config.load(self.run_dir), self._clock())
         self.book = self.coordinator.book
         self.judging = self.coordinator.judging
         for role in ("validator", "relay"):
             self.book.grant(role, self.coordinator.config.grants.keys(role))
         self.judging.drawing.keep_in_step()
+
+    def _clock(self) -> Clock:
+        ahead = self.clock_ahead_ms / 1000
+        return Clock(wall=lambda: time.time() + ahead)
 
     async def audit_draws(self) -> list[str]:
         await self.book.commit()

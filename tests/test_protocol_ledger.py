@@ -19,7 +19,7 @@ from protocol.envelope import open_envelope, seal
 from protocol.errors import LedgerError, ReasonCode
 from protocol.ledger import Ledger, file_system_of
 from protocol.merkle import MerkleLog, leaf_hash
-from protocol.records import LeaseClosed, LedgerEntry, TreeHead
+from protocol.records import LeaseClosed, LedgerEntry, RoleGrant, TreeHead
 from protocol.segments import Sealer, pack_segment, read_segments, seal_missing, segment_name
 from protocol.sequences import Sequences
 from tests.ledger_builder import START_MS, Chain, identity, make_manifest
@@ -477,3 +477,26 @@ async def test_entries_of_a_coordinator_key_that_was_revoked_backwards_are_named
     chain, _ = await rotated(tmp_path, revoke={"coordinator": 2})
     problems = read_segments(tmp_path / "sealed", chain.run).problems
     assert {p.record for p in problems if p.reason == ReasonCode.KEY_REVOKED} == {"ledger/2", "ledger/3"}
+
+
+@pytest.mark.parametrize(("named", "wrong"), [(True, []), (False, [1, 2])])
+async def test_a_key_signs_the_updates_it_begins_with_and_no_others(tmp_path, named, wrong):
+    """What a coordinator key that was changed while nobody served begins with: the updates up to the one naming it."""
+    chain = Chain()
+    ledger = open_ledger(tmp_path, chain=chain)
+    chain.sink = ledger
+    chain.open()
+    ledger.sign_with(identity("coordinator-2"))
+    chain.update(note="of another matter")
+    chain.update(note="and one more")
+    if named:
+        chain.update(rotate={"coordinator": "coordinator-2"}, revoke={"coordinator": 1})
+    else:
+        ledger.sign_with(identity("coordinator"))
+    chain.append("grant", RoleGrant(bytes(32), "relay"))
+    await ledger.commit()
+    seal_missing(ledger, tmp_path / "sealed")
+    ledger.close()
+    problems = read_segments(tmp_path / "sealed", chain.run).problems
+    assert [problem.record for problem in problems] == [f"ledger/{index}" for index in wrong]
+    assert {problem.reason for problem in problems} <= {ReasonCode.BAD_SIGNATURE}

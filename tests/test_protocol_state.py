@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import codec
+from protocol.errors import ProtocolError
 from protocol.records import (
     ACCEPT,
     INCONCLUSIVE,
@@ -379,6 +381,21 @@ def test_property_any_history_keeps_the_rules_and_folds_the_same(commands, cut):
     for index in range(min(cut, len(entries)), len(entries)):
         resumed.apply(index, entries[index])
     assert resumed == state
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps)
+def test_property_what_is_refused_changes_nothing(commands):
+    """The coordinator tries entries on its live state before it keeps them; there is no copy to go back to."""
+    state = RunState()
+    for entry in play(commands):
+        before, index = dump(state), state.size
+        try:
+            state.take(index, replace(entry, index=index))
+        except ProtocolError:
+            assert dump(state) == before, entry.event
+        else:
+            assert state.size == index + 1 and not state.problems
 
 
 EVENTS = """run.opened run.updated draws.opened draws.revealed validators evidence.drop relay.accused

@@ -24,6 +24,8 @@ from protocol.limits import details_bound
 from protocol.manifest import Run
 from protocol.records import (
     ACCEPT,
+    INCONCLUSIVE,
+    REJECT,
     Batch,
     BatchClosed,
     BatchEntry,
@@ -283,6 +285,8 @@ def check_details(
     if len(raw) > details_bound(expected, lease.max_new_tokens):
         raise DecodeError(f"{len(raw)} bytes of details for {expected} rollouts", ReasonCode.OVERSIZE)
     details = codec.decode(VerdictDetails, raw)
+    if any(outcome.outcome not in (ACCEPT, REJECT, INCONCLUSIVE) for outcome in verdict.outcomes):
+        raise DecodeError("the verdict holds an outcome that does not exist")
     if len(details.rollouts) != expected or len(verdict.outcomes) != expected:
         raise DecodeError(f"the lease has {expected} rollouts, the verdict speaks of {len(verdict.outcomes)}")
     accepted = [i for i, outcome in enumerate(verdict.outcomes) if outcome.outcome == ACCEPT]

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.chain import Chain, Link, RunUpdate
+from protocol.chain import Chain, Link
 from protocol.envelope import parse
-from protocol.errors import LedgerError, UsageError
+from protocol.errors import LedgerError, ProtocolError, ReasonCode, UsageError
 from protocol.files import write_atomic
 from protocol.identity import Identity
 from protocol.ledger import Appended, Ledger
@@ -29,6 +27,7 @@ from protocol.records import LedgerEntry, RoleGrant
 from protocol.segments import Sealer
 from protocol.sequences import SequenceGuard, Sequences
 from protocol.state import RunState
+from trainer.errors import KeyLapsedError, RefusedEntryError
 from trainer.proofs import ProofTree
 from trainer.window import Window
 
@@ -108,48 +107,80 @@ class Book:
     ) -> Book:
         """Open or begin the ledger in `state_dir`, fold it, and enter what the manifest chain has and the ledger lacks.
 
-        A coordinator key that was rotated while nobody served signs once more: that the ledger is served again.
+        Entry 0 is signed by the genesis manifest's key, as everybody can check without a chain. The first entries of a
+        later start are the chain's new links, if there are any: so a coordinator key that was rotated or prolonged
+        while nobody served begins with them, and the one before it, maybe revoked by now, signs nothing more.
 
         Args:
             chain: the run directory's.
             keys: finds the coordinator's private key by its public one; raises UsageError.
 
         Raises:
-            LedgerError: another `trainer serve` holds it, or it is damaged.
+            LedgerError: another `trainer serve` holds it, it is damaged, or no key may sign now.
         """
         state_dir.mkdir(parents=True, exist_ok=True)
         sequences = Sequences(state_dir / "sequences.json")
-        path = state_dir / "ledger.db"
-        signer = keys(_signer_now(path, chain))
+        signer = keys(chain.current.manifest.coordinator)
         ledger = Ledger.open(
-            path,
+            state_dir / "ledger.db",
             run=chain.genesis.id,
             coordinator=signer,
             sequences=sequences,
             clock_ms=now_ms,
             earlier=chain.keys("coordinator"),
+            announce=False,
         )
         try:
-            secret = _load_secret(state_dir / "draws.secret", fresh=ledger.size == 0)
+            fresh = ledger.size == 0
+            secret = _load_secret(state_dir / "draws.secret", fresh)
             book = Book(chain.genesis, ledger, sequences, signer, secret, now_ms, log or EventFile(None))
-            if ledger.size == 0:
-                ledger.append_many([("run.opened", b"", chain.genesis.envelope.raw)])
             for stored in ledger.entries():
                 book._take(Appended(stored.index, stored.leaf, stored.entry()))
-            assert book.state.chain is not None
-            for link in chain.links[len(book.state.chain.links) :]:
-                book.update(link, keys)
+            if fresh:
+                book._sign_with(keys(chain.genesis.manifest.coordinator))
+                book.append("run.opened", subject=chain.genesis.envelope.raw)
+            book._begin(chain, keys, fresh)
         except BaseException:
             ledger.close()
             raise
         return book
 
-    def update(self, link: Link, keys: Callable[[bytes], Identity]) -> None:
-        """Enter the next link of the manifest chain; what follows is signed by the coordinator key it names."""
-        named = link.run.manifest.coordinator
-        if named != self.coordinator.public:
-            self.coordinator = keys(named)
-            self.ledger.sign_with(self.coordinator)  # a revoked predecessor may not even sign this entry
+    def _begin(self, chain: Chain, keys: Callable[[bytes], Identity], fresh: bool) -> None:
+        """The first entries of a start: the links the ledger lacks, or that it is served again."""
+        known = self.state.chain
+        assert known is not None
+        if len(known.links) > len(chain.links) or known.links != chain.links[: len(known.links)]:
+            raise UsageError(
+                f"the ledger beside {self.ledger.path} knows {len(known.links)} updates of the manifest that are not "
+                "all in updates/; the operator must restore that folder"
+            )
+        links = self.timely(chain)
+        self._sign_with(keys((links[-1].run if links else known.current).manifest.coordinator))
+        if not links and not fresh:
+            self.append("incarnation")
+        for link in links:
+            self.append("run.updated", subject=link.raw)
+        self.ledger.flush()
+
+    def timely(self, chain: Chain) -> list[Link]:
+        """The links `chain` has and the ledger lacks, up to one whose delegations have not begun yet, or are over."""
+        known = self.state.chain
+        assert known is not None
+        out: list[Link] = []
+        for link in chain.links[len(known.links) :]:
+            longer = known.extend(link.raw)
+            if longer.untimely(len(known.delegations), self.now_ms()) is not None:
+                break
+            out.append(link)
+            known = longer
+        return out
+
+    def _sign_with(self, coordinator: Identity) -> None:
+        self.coordinator = coordinator
+        self.ledger.sign_with(coordinator)
+
+    def update(self, link: Link) -> None:
+        """Enter the next link of the manifest chain. One that names another coordinator key is for the next start."""
         self.append("run.updated", subject=link.raw)
 
     def origins(self) -> tuple[bytes, ...]:
@@ -163,7 +194,7 @@ class Book:
     def _keys(self, role: str) -> tuple[bytes, ...]:
         chain = self.state.chain
         assert chain is not None
-        return tuple(key for key in chain.keys(role) if not chain.revoked(key, self.ledger.size))
+        return chain.keys_at(role, self.ledger.size)
 
     def __post_init__(self) -> None:
         self.window = Window(self.genesis.manifest.leases.max_staleness, self.state)
@@ -172,19 +203,39 @@ class Book:
     def append(self, event: str, body: object = b"", subject: bytes = b"") -> Appended:
         """Add one entry and follow it. Durable only after `commit`.
 
+        The fold takes the entry before the ledger keeps it: what contradicts the state never gets into the log, where
+        it would fail every audit for ever.
+
         Raises:
-            LedgerError: the clock or the disk does not hold, or the entry contradicts the state (a bug of ours).
+            RefusedEntryError: the entry contradicts the state; nothing was kept, and nothing changed.
+            LedgerError: the clock or the disk does not hold, or the coordinator's key is over.
         """
-        appended = self.ledger.append(event, body, subject)
-        known = len(self.state.problems)
-        self._take(appended)
+        appended = self.ledger.append(event, body, subject, self._check)
+        self._follow(appended)
         self.changes.notify()
-        if len(self.state.problems) > known:
-            raise LedgerError(
-                f"ledger entry {appended.index} contradicts the ones before it ({self.state.problems[-1][1]}); it "
-                "changes nothing, but it is a bug of the coordinator: please report it with the run's ledger folder"
-            )
         return appended
+
+    def _check(self, entry: LedgerEntry) -> None:
+        """Take an entry into the state, unless the key that signs it counts for nothing now or the fold refuses it."""
+        chain = self.state.chain
+        try:
+            if chain is not None and entry.event == "run.updated":
+                chain = chain.extend(entry.subject)
+            if chain is not None:
+                _refuse_lapsed(chain, self.coordinator.public, entry.index, entry.time)
+            self.state.take(entry.index, entry)
+        except KeyLapsedError:
+            raise
+        except LedgerError as exc:
+            code = ReasonCode.MALFORMED if exc.code is ReasonCode.LEDGER_BROKEN else exc.code
+            raise RefusedEntryError(f"{entry.event} is refused: {exc}", code) from exc
+        except ProtocolError as exc:
+            raise RefusedEntryError(f"{entry.event} is refused: {exc}", exc.code) from exc
+
+    def check_key(self) -> None:
+        """Raises KeyLapsedError when this coordinator's key may sign nothing now: then no request can be served."""
+        if self.state.chain is not None:
+            _refuse_lapsed(self.state.chain, self.coordinator.public, self.ledger.size, self.now_ms())
 
     async def commit(self) -> None:
         """Return when everything appended so far survives a power loss."""
@@ -215,8 +266,12 @@ class Book:
         return raw
 
     def _take(self, appended: Appended) -> None:
-        self.tree.append(appended.leaf)
         self.state.apply(appended.index, appended.entry)
+        self._follow(appended)
+
+    def _follow(self, appended: Appended) -> None:
+        """All that follows from an entry besides the state."""
+        self.tree.append(appended.leaf)
         self.window.observe(appended.index, appended.entry)
         if appended.entry.event in _FROM_MEMBERS:
             envelope = parse(appended.entry.subject)
@@ -229,32 +284,28 @@ class Book:
         self.ledger.close()
 
 
-def _signer_now(path: Path, chain: Chain) -> bytes:
-    """The key that must sign the ledger's next entry: the one that the chain names, as far as the ledger has it.
-
-    Raises:
-        LedgerError: the database can't be read.
-    """
-    if not path.exists():
-        return chain.genesis.manifest.coordinator if not chain.links else chain.current.manifest.coordinator
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as db:
-            row = db.execute("SELECT envelope FROM leaves ORDER BY idx DESC LIMIT 1").fetchone()
-    except sqlite3.Error as exc:
-        raise LedgerError(f"{path} can't be read ({exc}); the operator must restore it from a backup") from exc
-    if row is None:
-        return chain.current.manifest.coordinator
-    last = parse(row[0])
-    entry = last.record(LedgerEntry)
-    if entry.event != "run.updated":
-        return last.signer
-    number = parse(entry.subject).record(RunUpdate).number
-    if not 1 <= number <= len(chain.links):
-        raise UsageError(
-            f"the ledger beside {path} knows update {number} of the manifest, which is not in updates/; the operator "
-            "must restore that folder"
+def _refuse_lapsed(chain: Chain, key: bytes, index: int, now: int) -> None:
+    """Raise KeyLapsedError when an auditor would not believe what `key` signs at ledger entry `index`."""
+    if chain.revoked(key, index):
+        raise KeyLapsedError(
+            "the coordinator's key was revoked by the run's root; its holder must name another one: trainer key rotate "
+            "coordinator RUN",
+            ReasonCode.KEY_REVOKED,
         )
-    return chain.links[number - 1].run.manifest.coordinator
+    if chain.lapsed(key, now):
+        found = chain.delegation(key)
+        assert found is not None
+        raise KeyLapsedError(
+            f"the root lets this coordinator's key act from {day(found.not_before)} to {day(found.expires)} only, and "
+            "no auditor believes an entry from outside that time; the root key's holder must prolong it: trainer key "
+            "rotate coordinator RUN (or the operator must set this machine's clock right)",
+            ReasonCode.EXPIRED,
+        )
+
+
+def day(ms: int) -> str:
+    """A date, UTC."""
+    return time.strftime("%Y-%m-%d", time.gmtime(min(ms, 253_402_300_799_000) / 1000))
 
 
 def _load_secret(path: Path, fresh: bool) -> bytes:

@@ -31,7 +31,7 @@ from environments import registry
 from protocol.chain import Chain, pack_updates
 from protocol.clock import Clock
 from protocol.control import ControlServer
-from protocol.envelope import open_envelope
+from protocol.envelope import open_envelope, parse
 from protocol.errors import EnvelopeError, LedgerError, ManifestError, ProtocolError, ReasonCode, UsageError
 from protocol.files import write_atomic
 from protocol.heap import settle_heap
@@ -61,12 +61,12 @@ from shardcast.store import published_heads, read_publication
 from shardcast.watch import POLL_S, FolderWatch
 from trainer import batches, keys, leases
 from trainer.blocking import Blocking
-from trainer.book import Book, Changes
+from trainer.book import Book, Changes, day
 from trainer.config import RunConfig
 from trainer.door import Door, port_in_use
 from trainer.drawing import Drawing
 from trainer.drops import Drops
-from trainer.errors import StartError
+from trainer.errors import RefusedEntryError, StartError
 from trainer.ingress import Ingress, sweep_spool
 from trainer.judging import Judging
 from trainer.leasing import Leasing
@@ -162,7 +162,7 @@ class Coordinator:
         self.ingress = Ingress(self.book, self.judging, self.control, self.files, self.config.ingress, self.members)
         self.host = HostProcess(
             home=self.config.state_dir,
-            key=key_file(self.run_dir, "coordinator_transport", self.chain.current.manifest.coordinator_transport),
+            key=key_file(self.run_dir, "coordinator_transport", self.run.manifest.coordinator_transport),
             listen=self.config.control.listen,
             handler=self.control.handle,
             log=self.run_dir / "logs" / "coordinator-host.log",
@@ -347,11 +347,22 @@ class Coordinator:
             self._compare(newest, head)
             return
         for subject in [*between, raw]:
-            self.book.append("policy", subject=subject)
+            self._enter_policy(path.parent, subject)
         await self.book.commit()
         self._unsealed.set()
         self._policies.notify()
         self.book.log.event("policy", step=head.step, epoch=head.epoch, root=head.root)
+
+    def _enter_policy(self, published: Path, subject: bytes) -> None:
+        """A head the ledger does not take is left out: its key was revoked after it was signed, perhaps by a thief."""
+        try:
+            self.book.append("policy", subject=subject)
+        except RefusedEntryError as exc:
+            step = parse(subject).record(Head).step
+            self.news.say_once(
+                f"the publication of step {step} in {published} does not count ({exc}); if no later one does, the "
+                "operator must start the origin again with the key that the manifest names now"
+            )
 
     def _between(self, published: Path, after: Key | None, last: Key) -> list[bytes]:
         """Heads before `last` that the ledger lacks. The folder holds every publication since the run began, so it is
@@ -434,6 +445,8 @@ class Coordinator:
             if self._next_coordinator() not in (b"", self.run.manifest.coordinator):
                 self.news.say("the coordinator's key was changed by the run's root: beginning again with the new one")
                 return
+            self.book.check_key()
+            self._say_what_ends()
             self.blocking.refresh()
             await asyncio.sleep(DIRECTORY_S)
 
@@ -447,9 +460,12 @@ class Coordinator:
             except ManifestError as exc:
                 self.news.say_once(f"an update in {self.run_dir}/updates does not hold and is not followed: {exc}")
                 break
+            if not self.book.timely(chain):
+                self._say_untimely(chain)
+                break
             if chain.current.manifest.coordinator != self.book.coordinator.public:
                 break  # entered at the next start, which is at once
-            self.book.update(chain.links[-1], self._key)
+            self.book.update(chain.links[-1])
             taken += 1
             self.news.say(f"the run's root changed the manifest: {keys.in_words(chain.links[-1].update)}")
             for gone in chain.links[-1].update.revocations:
@@ -464,10 +480,28 @@ class Coordinator:
         assert chain is not None
         for raw in read_updates(self.run_dir, len(chain.links))[:1]:
             try:
-                return chain.extend(raw).current.manifest.coordinator
+                longer = chain.extend(raw)
             except ManifestError:
                 return b""
+            return longer.current.manifest.coordinator if self.book.timely(longer) else b""
         return b""
+
+    def _say_untimely(self, chain: Chain) -> None:
+        """An update from a machine whose clock is far from this one's. It is looked at again every second."""
+        assert self.book.state.chain is not None
+        found = chain.untimely(len(self.book.state.chain.delegations), self.book.now_ms())
+        if found is None:
+            return
+        self.news.say_once(
+            f"link {len(chain.links)} of the manifest's chain waits: the root lets its key act from "
+            f"{day(found.not_before)} to {day(found.expires)}, and here it is {day(self.book.now_ms())}. One of the "
+            "two machines' clocks is wrong; the operator must set it right"
+        )
+
+    def _say_what_ends(self) -> None:
+        """Keys in use whose delegation ends soon: the coordinator stops when its own does."""
+        for text in keys.ending(self.book.state.chain, self.book.now_ms(), str(self.run_dir)):
+            self.news.say_once(text)
 
     async def _write_status(self) -> None:
         while True:

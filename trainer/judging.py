@@ -29,6 +29,7 @@ from trainer import batches
 from trainer.book import Book
 from trainer.drawing import Drawing
 from trainer.drops import Drops
+from trainer.errors import RefusedEntryError
 from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
 from trainer.news import News, in_words
@@ -138,6 +139,8 @@ class Judging:
         self._told = present if waiting else None
 
     def _is_due(self, job: JobDrawn) -> bool:
+        if self.book.state.nodes[job.validator].state == "suspended":
+            return True  # revoked: its verdict would be refused
         sent = self.delivered.get(job.job_id)
         if sent is not None and self.monotonic() - sent > self.job_deadline_s:
             return True
@@ -265,7 +268,12 @@ class Judging:
         self.files.decoded.keep(verdict.details, details, len(attachment), len(details.rollouts))
         if self._find(node, verdict) is None:
             return Ack("already counted")
-        self._count(member.envelope.raw, submission, job, details)
+        try:
+            self._count(member.envelope.raw, submission, job, details)
+        except RefusedEntryError:  # this key was revoked while its details were being written
+            if job.round not in submission.verdicts:
+                path.unlink(missing_ok=True)
+            raise
         await self.book.commit()
         self._time(member.key, self.delivered.pop(job.job_id, None))
         return Ack("counted")

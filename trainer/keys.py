@@ -22,6 +22,7 @@ from protocol.envelope import parse
 from protocol.errors import LedgerError, ManifestError, ProtocolError, UsageError
 from protocol.files import fsync_dir, write_atomic
 from protocol.identity import Identity, load_identity, load_or_create_identity, parse_peer_id, peer_id_text
+from protocol.ledger import is_served
 from protocol.manifest import ShareCode, format_share_code
 from protocol.run_files import KEY_FILES, load_chain, update_file
 from trainer.config import RunConfig
@@ -32,6 +33,16 @@ EARLY_MS = DAY_MS
 
 LIFETIME_MS = 366 * DAY_MS
 """How long a rotated key is good for; rotating again prolongs the run. A longer one helps whoever stole the key."""
+
+RENEW_MS = LIFETIME_MS // 2
+"""Every rotation prolongs the other keys in use that end within this time. Otherwise two that were rotated in the same
+week end in the same week too, and each update would wait for the other."""
+
+WARN_MS = 30 * DAY_MS
+"""The operator is told this long before a key in use ends. Later leaves no time to fetch the root key from its safe."""
+
+FOLLOW_S = 30.0
+"""How long `revoke` waits until a running coordinator signs with the key that replaced the one to revoke."""
 
 ROLES = {"coordinator": "coordinator", "origin": "origin", "transport": "coordinator_transport"}
 """Words of the command line -> fields of the manifest."""
@@ -65,17 +76,24 @@ def rotate(config: RunConfig, role: str, root: Path | None) -> dict[str, Any]:
     public = load_or_create_identity(file).public
     now = int(time.time() * 1000)
     sequence = 1 + max((one.sequence for one in chain.delegations), default=0)
-    roles = tuple(one for one in ONLINE_ROLES if one == field)
-    delegation = delegate(
-        signer,
-        chain.genesis.id,
-        public,
-        roles,
-        not_before=now - EARLY_MS,
-        expires=now + LIFETIME_MS,
-        sequence=sequence,
+    ending = {
+        one: getattr(chain.current.manifest, one)
+        for one in ONLINE_ROLES
+        if one != field and chain.lapsed(getattr(chain.current.manifest, one), now + RENEW_MS)
+    }
+    delegations = tuple(
+        delegate(
+            signer,
+            chain.genesis.id,
+            key,
+            (one,),
+            not_before=now - EARLY_MS,
+            expires=now + LIFETIME_MS,
+            sequence=sequence + place,
+        )
+        for place, (one, key) in enumerate([(field, public), *ending.items()])
     )
-    update = RunUpdate(delegations=(delegation,), note=f"a new {role} key")
+    update = RunUpdate(delegations=delegations, note=f"a new {role} key")
     named: dict[str, Any] = {field: public}
     update = replace(update, **named)
     if role == "transport":
@@ -104,7 +122,8 @@ def revoke(config: RunConfig, peer: str, reason: str, root: Path | None, index: 
         index: ledger entry from which it counts; the next one by default.
 
     Raises:
-        UsageError: no peer id, an online key in use, already revoked, or no root key.
+        UsageError: no peer id, an online key in use, already revoked, no root key, or a running coordinator still signs
+            with it: an index before its last entry would make the ledger fail every audit.
     """
     run_dir = config.run_dir
     try:
@@ -119,6 +138,8 @@ def revoke(config: RunConfig, peer: str, reason: str, root: Path | None, index: 
                 f"{peer} is the run's {word} key in use; give the run another one first: trainer key rotate {word} "
                 f"{run_dir}, then revoke this one"
             )
+    if index is None and key in chain.keys("coordinator"):
+        _await_successor(config, key)
     size = ledger_size(config)
     at = size if index is None else index
     if any(item.key == key and item.index <= at for item in chain.revocations):
@@ -134,6 +155,20 @@ def revoke(config: RunConfig, peer: str, reason: str, root: Path | None, index: 
         "from": at,
         "next": "a running `trainer serve` follows within seconds, members with their next heartbeat",
     }
+
+
+def ending(chain: Chain | None, now: int, run_dir: str) -> list[str]:
+    """One sentence for each key in use that the root lets act for less than `WARN_MS` more."""
+    out = []
+    for word, field in ROLES.items():
+        found = None if chain is None else chain.delegation(getattr(chain.current.manifest, field))
+        if found is not None and found.expires - now < WARN_MS:
+            until = time.strftime("%Y-%m-%d", time.gmtime(found.expires / 1000))
+            out.append(
+                f"the run's {word} key may act until {until} only; nothing it signs later counts. The holder of the "
+                f"root key must prolong it before: trainer key rotate {word} {run_dir}"
+            )
+    return out
 
 
 def in_words(update: RunUpdate) -> str:
@@ -165,6 +200,29 @@ def ledger_size(config: RunConfig) -> int:
     except sqlite3.Error as exc:
         raise LedgerError(f"{path} can't be read ({exc}); the operator must restore it from a backup") from exc
     return int(last)
+
+
+def _await_successor(config: RunConfig, key: bytes) -> None:
+    """Return once nobody signs ledger entries with this earlier coordinator key any more."""
+    path = config.state_dir / "ledger.db"
+    end = time.monotonic() + FOLLOW_S
+    while is_served(path) and last_signer(path) == key:
+        if time.monotonic() > end:
+            raise UsageError(
+                f"a running `trainer serve` still signs with this key {FOLLOW_S:.0f} s after another one was named; "
+                "stop it, then run the command again"
+            )
+        time.sleep(0.1)
+
+
+def last_signer(path: Path) -> bytes:
+    """Who signed the newest entry of a ledger; empty when it holds none."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as db:
+            row = db.execute("SELECT envelope FROM leaves ORDER BY idx DESC LIMIT 1").fetchone()
+    except sqlite3.Error as exc:
+        raise LedgerError(f"{path} can't be read ({exc}); the operator must restore it from a backup") from exc
+    return parse(row[0]).signer if row else b""
 
 
 def _root(run_dir: Path, chain: Chain, path: Path | None) -> Identity:

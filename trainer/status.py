@@ -10,6 +10,7 @@
                               of the relay it is told to pull from, or `origin`), bytes_up (of its submissions);
                               relays: bytes_sent (of weights, as they say); validators: open_jobs, verdict_s (mean
                               seconds from a job's delivery to its verdict)
+    keys_end[]                keys in use whose delegation ends within a month, a sentence each
     rollouts, batches, leases_open, ledger_entries, ledger_problems, http_fallbacks, host_restarts, staleness_mean
     recent_events[]           time and text
 
@@ -32,7 +33,7 @@ from protocol.commands import os_error_in_words
 from protocol.identity import peer_id_text
 from protocol.state import NodeState
 from shardcast.heads import replace_file
-from trainer import waiting
+from trainer import keys, waiting
 from trainer.book import Book
 from trainer.members import Members, Session
 from trainer.news import News
@@ -113,6 +114,7 @@ class StatusWriter:
                 "pending": pending,
                 "discarded": counts.get("discarded", 0),
             },
+            "keys_end": keys.ending(state.chain, self.book.now_ms(), str(self.path.parent)),
             "batches": window.batches,
             "leases_open": len(window.open),
             "ledger_entries": self.book.ledger.size,

@@ -90,17 +90,11 @@ class Window:
     """Final outcomes of rollouts by status."""
     _groups: dict[bytes, list[Group]] = field(default_factory=dict, repr=False, compare=False)
     """Lease -> its groups, since the last entry that can change one: each request of each node asks for them."""
-    outages: list[tuple[int, int]] = field(default_factory=list)
-    """(ledger index, milliseconds) of each time the coordinator was away."""
-    last_time: int = 0
 
     def observe(self, index: int, entry: LedgerEntry) -> None:
         """Follow one entry that the state has already applied."""
         if entry.event not in _NO_GROUPS:
             self._groups.clear()
-        if entry.event == "incarnation":
-            self.outages.append((index, max(0, entry.time - self.last_time)))
-        self.last_time = entry.time
         if entry.event == "lease":
             self._lease(index, entry)
         elif entry.event == "lease.closed":
@@ -240,4 +234,4 @@ class Window:
 
     def outage_ms(self, since: int) -> int:
         """Milliseconds the coordinator was away after ledger index `since`; lease durations stop meanwhile."""
-        return sum(length for index, length in self.outages if index > since)
+        return self.state.outage_ms(since)
