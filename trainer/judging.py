@@ -34,6 +34,7 @@ from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
 from trainer.news import News, in_words
 from trainer.trainable import Trainable
+from trainer.turns import Turn, Turns
 
 VERDICT_WAIT_S = 20.0
 """How long a verdict waits for another one of the same job that is being written down."""
@@ -66,6 +67,7 @@ class Judging:
     """Job id -> when it was last handed to its validator."""
     given: dict[bytes, Counter[str]] = field(default_factory=dict)
     """Validator -> rollouts it was given by class of owner, while both classes waited."""
+    _turns: Turns = field(default_factory=Turns)
     _told: int | None = None
     """Validators present when the operator was last told that more are needed."""
     _writing: set[tuple[int, int]] = field(default_factory=set)
@@ -153,13 +155,17 @@ class Judging:
     # --- answering ------------------------------------------------------------------------------------------------
 
     async def next(self, member: Member, request: JobRequest, attachment: bytes) -> JobReply:
-        """Hold the request until a job is drawn for this validator or its wait is over."""
+        """Hold the request until a job is drawn for this validator, its wait is over, or a newer one came."""
         node = self.members.require(member, "validator")
         if not self.members.granted(node.key, "validator"):
             raise ProtocolError("this key is not admitted as a validator", ReasonCode.NOT_GRANTED)
+        with self._turns.take(node.key) as turn:
+            return await self._next(member, node, request, turn)
+
+    async def _next(self, member: Member, node: NodeState, request: JobRequest, turn: Turn) -> JobReply:
         loop = asyncio.get_running_loop()
         end = loop.time() + min(request.wait_ms / 1000, MAX_WAIT_S)
-        while True:
+        while not turn.over:
             ticket = self.book.changes.ticket()
             found = self._choose(node.key)
             if found is not None:
@@ -168,9 +174,10 @@ class Judging:
                 return JobReply(self._seal(node, *found), 0)
             left = end - loop.time()
             if left <= 0:
-                return JobReply(None, RETRY_MS)
+                break
             self.members.require(member)  # still here: it holds a request open
-            await self.book.changes.wait(ticket, left)
+            await turn.wait(ticket, left)
+        return JobReply(None, RETRY_MS)
 
     def _choose(self, validator: bytes) -> tuple[SubmissionState, JobDrawn] | None:
         """The job this validator gets next: the oldest of the class whose turn it is."""

@@ -120,6 +120,7 @@ def decide(
     now_ms: int,
     present: Collection[bytes] = (),
     neighbours: Collection[bytes] = (),
+    census: Census | None = None,
 ) -> Decision:
     """Answer one `lease.next`.
 
@@ -130,6 +131,7 @@ def decide(
         now_ms: the coordinator's time.
         present: keys of inference nodes that were heard from lately.
         neighbours: keys that speak from this node's address, its own included.
+        census: of this very state, where the caller has it already.
     """
     manifest, chain = state.manifest, state.chain
     assert manifest is not None and chain is not None
@@ -160,7 +162,7 @@ def decide(
     if policy is None:
         return Decision("wait", "no weights are published yet")
     if node.accepted == 0:
-        crowd = _crowd(state, window, manifest, neighbours)
+        crowd = _crowd(state, window, manifest, neighbours, census or Census.of(state, window))
         if crowd:
             return Decision("wait", crowd)
     lease = reissue(state, window, node, capacity)
@@ -227,16 +229,40 @@ def unverified(state: RunState, window: Window, keys: Collection[bytes]) -> int:
     return sum(state.leases[lease_id].rollouts for lease_id in held if state.leases[lease_id].owner in keys)
 
 
-def _crowd(state: RunState, window: Window, manifest: RunManifest, neighbours: Collection[bytes]) -> str:
+@dataclass(frozen=True)
+class Census:
+    """What is the same for every newcomer who asks at one state."""
+
+    newcomers: frozenset[bytes]
+    """Inference nodes none of whose rollouts was accepted yet."""
+    crowded: bool
+    """One more first lease does not fit, whoever takes it."""
+
+    @staticmethod
+    def of(state: RunState, window: Window) -> Census:
+        manifest = state.manifest
+        assert manifest is not None
+        newcomers = frozenset(
+            key for key, node in state.nodes.items() if node.role == "inference" and node.accepted == 0
+        )
+        held = unverified(state, window, newcomers)
+        most = _under_way(manifest) // NEWCOMERS_SHARE
+        return Census(newcomers, bool(held) and held + manifest.leases.probation_first_rollouts > most)
+
+
+def _under_way(manifest: RunManifest) -> int:
+    return (manifest.leases.max_staleness + 1) * batch_rollouts(manifest)
+
+
+def _crowd(
+    state: RunState, window: Window, manifest: RunManifest, neighbours: Collection[bytes], census: Census
+) -> str:
     """Why one more first lease does not fit; empty when it does. One always fits."""
-    under_way = (manifest.leases.max_staleness + 1) * batch_rollouts(manifest)
-    newcomers = {key for key, node in state.nodes.items() if node.role == "inference" and node.accepted == 0}
-    first = manifest.leases.probation_first_rollouts
-    held = unverified(state, window, newcomers)
-    if held and held + first > under_way // NEWCOMERS_SHARE:
+    if census.crowded:
         return "enough newcomers are at work; one place is free when one of them is done"
-    near = unverified(state, window, newcomers.intersection(neighbours))
-    if near and near + first > under_way // ADDRESS_SHARE:
+    first = manifest.leases.probation_first_rollouts
+    near = unverified(state, window, census.newcomers.intersection(neighbours))
+    if near and near + first > _under_way(manifest) // ADDRESS_SHARE:
         return "enough newcomers of this address are at work; one place is free when a validator has seen one of them"
     return ""
 

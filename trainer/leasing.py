@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.control import Member
 from protocol.envelope import Envelope, seal
@@ -20,6 +20,7 @@ from trainer import leases
 from trainer.book import Book
 from trainer.members import Members
 from trainer.news import News
+from trainer.turns import Turn, Turns
 
 MAX_WAIT_S = 20.0
 """How long a `lease.next` or `job.next` is held open. Longer meets the deadlines of proxies and clients."""
@@ -43,14 +44,23 @@ class Leasing:
     uploading: Callable[[], frozenset[bytes]]
     """Leases whose upload is arriving now."""
 
+    _turns: Turns = field(default_factory=Turns)
+    _census: tuple[int, leases.Census] | None = None
+    """Ledger size, and what everybody who asks at it has in common."""
+
     async def next(self, member: Member, request: LeaseRequest, attachment: bytes) -> LeaseReply:
-        """Hold the request until there is a lease for this node, its wait is over, or waiting is pointless."""
+        """Hold the request until there is a lease for this node, its wait is over, or waiting is pointless. One request
+        of a key waits; a newer one ends it."""
         node = self.members.require(member, "inference")
+        with self._turns.take(node.key) as turn:
+            return await self._next(node, request, turn)
+
+    async def _next(self, node: NodeState, request: LeaseRequest, turn: Turn) -> LeaseReply:
         loop = asyncio.get_running_loop()
         wait_s = min(request.wait_ms / 1000, MAX_WAIT_S)
         end = loop.time() + wait_s
         again = loop.time() + min(wait_s / 2, AGAIN_AFTER_S)
-        while True:
+        while not turn.over:
             ticket = self.book.changes.ticket()
             decision = self._decide(node, request)
             if decision.kind == "issue" and decision.lease is not None:
@@ -58,7 +68,7 @@ class Leasing:
                 return LeaseReply(raw, node.state, "", 0)
             if decision.kind == "again":
                 if loop.time() < again:
-                    await self.book.changes.wait(ticket, again - loop.time())
+                    await turn.wait(ticket, again - loop.time())
                     continue
                 await self.book.commit()
                 sent = self.book.window.envelopes.get(decision.lease_id)
@@ -70,7 +80,8 @@ class Leasing:
                 return LeaseReply(None, node.state, decision.reason[:512], LEAVE_RETRY_MS)
             if left <= 0:
                 return LeaseReply(None, node.state, decision.reason[:512], RETRY_MS)
-            await self.book.changes.wait(ticket, left)
+            await turn.wait(ticket, left)
+        return LeaseReply(None, node.state, "a newer request of this key waits in its place", RETRY_MS)
 
     async def failed(self, member: Member, report: LeaseFailed, attachment: bytes) -> Ack:
         """Close a lease its owner gives up, so that another node gets the same tasks.
@@ -114,6 +125,7 @@ class Leasing:
             self.book.append("lease.closed", LeaseClosed(lease_id, _reason(f"owner suspended: {node.reason}")))
 
     def _decide(self, node: NodeState, request: LeaseRequest) -> leases.Decision:
+        newcomer, census = node.accepted == 0, self._common()
         return leases.decide(
             self.book.state,
             self.book.window,
@@ -124,8 +136,16 @@ class Leasing:
             bounds=self.bounds,
             now_ms=self.book.now_ms(),
             present=self.members.present() if self.book.window.lost else (),
-            neighbours=self.members.neighbours(node) if node.accepted == 0 else (),
+            neighbours=self.members.neighbours(node) if newcomer and not census.crowded else (),
+            census=census,
         )
+
+    def _common(self) -> leases.Census:
+        """Counted once between two ledger entries, however many wait: nothing else changes it."""
+        size = self.book.ledger.size
+        if self._census is None or self._census[0] != size:
+            self._census = (size, leases.Census.of(self.book.state, self.book.window))
+        return self._census[1]
 
     async def _issue(self, node: NodeState, lease: Lease) -> bytes:
         envelope = self._seal(node, lease)
