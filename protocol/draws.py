@@ -1,8 +1,10 @@
 """Which validator judges a submission, and whether a second one does: keyed draws that nobody else can predict.
 
-Each draw is BLAKE3 keyed with the coordinator's secret over (purpose, submission digest, ledger index, round,
-attempt), so it is independent of who submitted and of earlier draws. The secret of a draw period is committed to in the
-ledger before the period's first submission and revealed after its last verdict: then everybody recomputes every draw.
+Each draw is BLAKE3 keyed with a draw period's secret over (purpose, submission digest, number, round, attempt), so it
+is independent of who submitted and of earlier draws. The number counts the submissions of the period: a ledger index
+would let the coordinator put harmless entries in front until it likes the draw. The secret of a period is committed to
+in the ledger before the period's first submission and revealed after its last verdict: then everybody recomputes every
+draw.
 
 Not covered: when periods open and close (`trainer.judging`), checking the draws (`verifier.audit`).
 """
@@ -13,6 +15,11 @@ import struct
 from collections.abc import Collection, Mapping
 
 from blake3 import blake3
+
+PERIOD_SUBMISSIONS = 256
+"""Submissions after which the next period opens, and not before: whoever opens one may choose its secret with the first
+submission of it at hand. Fewer let more draws be chosen; more keep draws unproven for longer, and lose more proof if
+the coordinator's secret is lost. Another number makes the fold refuse ledgers that were written with this one."""
 
 SECOND_DRAW_IN_PROBATION = 4.0
 """A node in probation is checked by a second validator this many times as often as an active one."""
@@ -45,25 +52,25 @@ def candidates(present: Collection[bytes], others: Mapping[bytes, bool], previou
 
 
 def draw_validator(
-    secret: bytes, digest: bytes, submission: int, round_number: int, attempt: int, candidates: Collection[bytes]
+    secret: bytes, digest: bytes, number: int, round_number: int, attempt: int, candidates: Collection[bytes]
 ) -> bytes | None:
     """One of `candidates` (public keys), uniformly; None when there is none.
 
     Args:
         digest: the submission's BLAKE3, 32 bytes.
-        submission: its ledger index.
+        number: submissions of the period before this one.
         attempt: jobs drawn before for this round; another attempt is another draw.
     """
     ordered = sorted(candidates)
     if not ordered:
         return None
-    number = int.from_bytes(keyed(secret, "validator", digest, submission, round_number, attempt)[:16], "big")
-    return ordered[number % len(ordered)]
+    drawn = int.from_bytes(keyed(secret, "validator", digest, number, round_number, attempt)[:16], "big")
+    return ordered[drawn % len(ordered)]
 
 
-def job_id(secret: bytes, submission: int, round_number: int, attempt: int) -> bytes:
+def job_id(secret: bytes, number: int, round_number: int, attempt: int) -> bytes:
     """16 bytes naming one draw."""
-    return keyed(secret, "job", submission, round_number, attempt)[:16]
+    return keyed(secret, "job", number, round_number, attempt)[:16]
 
 
 def job_token(secret: bytes, job: bytes) -> bytes:
@@ -74,7 +81,7 @@ def job_token(secret: bytes, job: bytes) -> bytes:
 def wants_second(
     secret: bytes,
     digest: bytes,
-    submission: int,
+    number: int,
     rate: float,
     probation: bool,
     factor: float = SECOND_DRAW_IN_PROBATION,
@@ -85,5 +92,4 @@ def wants_second(
         rate: share of an active node's submissions, 0..1; `factor` times that in probation.
     """
     share = min(1.0, rate * (factor if probation else 1.0))
-    number = int.from_bytes(keyed(secret, "second", digest, submission)[:8], "big")
-    return number < share * 2.0**64
+    return int.from_bytes(keyed(secret, "second", digest, number)[:8], "big") < share * 2.0**64

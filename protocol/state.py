@@ -345,6 +345,8 @@ class RunState:
         node = self.nodes[lease.owner]
         lost = node.state == "suspended"
         outcome = RolloutOutcome(DISCARDED, node.reason) if lost else RolloutOutcome()
+        period = len(self.periods) - 1 if self.periods and self.periods[-1].secret is None else None
+        number = 0 if period is None else self.periods[period].submissions
         self.submissions[index] = SubmissionState(
             index,
             lease.lease_id,
@@ -352,9 +354,12 @@ class RunState:
             intent,
             entry.time,
             (outcome,) * lease.rollouts,
-            period=len(self.periods) - 1 if self.periods and self.periods[-1].secret is None else None,
+            period=period,
+            number=number,
             probation=node.state == "probation",
         )
+        if period is not None:
+            self.periods[period].submissions += 1
         lease.status, lease.submission = "submitted", index
         node.open_leases.discard(lease.lease_id)
         node.unreturned = 0
@@ -366,6 +371,10 @@ class RunState:
         assert self.manifest is not None
         if opened.period != len(self.periods):
             raise LedgerError(f"period {opened.period} came where {len(self.periods)} was expected")
+        if self.periods and self.periods[-1].submissions < draws.PERIOD_SUBMISSIONS:
+            raise LedgerError(
+                f"a new secret after {self.periods[-1].submissions} of {draws.PERIOD_SUBMISSIONS} submissions"
+            )
         if opened.second_draw < self.manifest.leases.second_draw:
             raise LedgerError("fewer second draws than the run's manifest promises")
         if opened.probation_factor < draws.SECOND_DRAW_IN_PROBATION:
@@ -390,6 +399,8 @@ class RunState:
         present = codec.decode(ValidatorsPresent, entry.body)
         if list(present.keys) != sorted(set(present.keys)):
             raise LedgerError("its keys are not sorted, or one is there twice")
+        if present.keys == self.present:
+            raise LedgerError("the set is the one that is there already")
         for key in present.keys:
             self._check_validator(key)
         self.present = present.keys

@@ -106,6 +106,8 @@ class SubmissionState:
     outcomes: tuple[RolloutOutcome, ...]
     period: int | None = None
     """The draw period it was entered in; None while none was open."""
+    number: int = 0
+    """Submissions of that period before it: what its draws are keyed with."""
     probation: bool = False
     """Whether its owner was in probation when it was entered: that multiplies the rate of second draws."""
     jobs: dict[int, JobDrawn] = field(default_factory=dict)
@@ -147,5 +149,6 @@ class PeriodState:
     secret: bytes | None = None
     """Once it is revealed."""
     revealed_index: int | None = None
+    submissions: int = 0
     open_jobs: set[tuple[int, int]] = field(default_factory=set)
     """(submission, round) of jobs of this period that wait for a verdict."""

@@ -117,7 +117,8 @@ class Chain:
         self.periods = 0
         self._present: tuple[str, ...] | None = ()
         self._attempts: dict[tuple[int, int], int] = {}
-        self._period_of: dict[int, int] = {}
+        self._place_of: dict[int, tuple[int, int]] = {}
+        """Submission -> its period, and how many of that were before it."""
 
     def sealed(self, who: str, kind: str, record: object, audience: bytes = b"") -> bytes:
         self._sequence += 1
@@ -213,7 +214,8 @@ class Chain:
         data = blob if blob is not None else lease_id * 4
         intent = UploadIntent(lease_id, len(data), raw_length, blake3(data).digest())
         index = self.append("submission", b"", self.sealed(self.owners[lease_id], "intent", intent))
-        self._period_of[index] = max(0, self.periods - 1)
+        period = max(0, self.periods - 1)
+        self._place_of[index] = (period, sum(place[0] == period for place in self._place_of.values()))
         return index
 
     def ready(self, *validators: str, rate: float = 0.1) -> None:
@@ -248,8 +250,8 @@ class Chain:
             self._say_present(self._present)
         attempt = self._attempts.get((submission, round_), 0)
         self._attempts[(submission, round_)] = attempt + 1
-        period = self._period_of.get(submission, max(0, self.periods - 1))
-        job_id = draws.job_id(self.secret(period), submission, round_, attempt)
+        period, number = self._place_of.get(submission, (max(0, self.periods - 1), 0))
+        job_id = draws.job_id(self.secret(period), number, round_, attempt)
         self.append("job", JobDrawn(job_id, submission, identity(validator).public, round_, period, attempt))
         return job_id
 
@@ -260,7 +262,7 @@ class Chain:
         chosen = draws.draw_validator(
             self.secret(held.period),
             held.intent.digest,
-            submission,
+            held.number,
             round_,
             held.attempts.get(round_, 0),
             draws.candidates(
@@ -272,7 +274,7 @@ class Chain:
     def wants_second(self, state, submission: int, rate: float = 0.1) -> bool:
         held = state.submissions[submission]
         return len(state.present) > 1 and draws.wants_second(
-            self.secret(held.period), held.intent.digest, submission, rate, held.probation
+            self.secret(held.period), held.intent.digest, held.number, rate, held.probation
         )
 
     def verdict(

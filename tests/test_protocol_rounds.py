@@ -18,6 +18,7 @@ from protocol.records import (
     Outcome,
     RelayReport,
     RelayStamp,
+    RoleGrant,
     UploadIntent,
     ValidatorsPresent,
     Verdict,
@@ -194,7 +195,8 @@ def test_who_may_be_asked_once_more():
 # --- draw periods ---------------------------------------------------------------------------------------------------
 
 
-def test_a_submission_belongs_to_the_newest_period_before_it():
+def test_a_submission_belongs_to_the_newest_period_before_it(monkeypatch):
+    monkeypatch.setattr(draws, "PERIOD_SUBMISSIONS", 1)
     chain = opened()
     first, _ = submitted(chain)
     chain.open_draws()
@@ -208,7 +210,39 @@ def test_a_submission_belongs_to_the_newest_period_before_it():
     assert "another draw period or attempt" in last_problem(chain)
 
 
-def test_periods_follow_each_other_and_keep_the_manifests_rates():
+def test_nobody_opens_a_period_for_a_submission_it_has_at_hand(monkeypatch):
+    """Whoever opens a period knows its secret: one opened at will gives every draw to whom it likes."""
+    monkeypatch.setattr(draws, "PERIOD_SUBMISSIONS", 2)
+    chain = opened()
+    for who in ("ann", "bob"):
+        chain.open_draws()
+        assert "a new secret after" in last_problem(chain)
+        chain.periods -= 1
+        submitted(chain, who)
+    chain.open_draws()
+    chain.join("cat", "inference")
+    submitted(chain, "cat")
+    state = fold(chain.sink.entries)
+    assert [(held.period, held.number) for held in state.submissions.values()] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_a_draw_does_not_depend_on_entries_in_front_of_its_submission():
+    """Or the coordinator would write some that say nothing until the draw goes to a friend."""
+    drawn = set()
+    for filler in range(12):
+        chain = opened()
+        for number in range(filler):
+            chain.append("grant", RoleGrant(bytes([number]) * 32, "relay"))
+        lease = chain.lease("ann", lease_id=bytes(16))
+        number = chain.submit(lease)
+        drawn.add(chain.draw(fold(chain.sink.entries), number))
+    assert len(drawn) == 1
+    chain.validators(*VALIDATORS)
+    assert "the one that is there already" in last_problem(chain)
+
+
+def test_periods_follow_each_other_and_keep_the_manifests_rates(monkeypatch):
+    monkeypatch.setattr(draws, "PERIOD_SUBMISSIONS", 0)
     chain = opened()
     chain.periods += 1
     chain.open_draws()

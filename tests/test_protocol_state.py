@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import codec
+from protocol import codec, draws
 from protocol.errors import ProtocolError
 from protocol.records import (
     ACCEPT,
@@ -27,6 +27,12 @@ from tests.ledger_builder import START_MS, Chain, identity, make_manifest
 from tests.ledger_histories import base_entries, check_invariants, dump, judged, play, steps, submitted
 
 A, R, I = ACCEPT, REJECT, INCONCLUSIVE  # noqa: E741
+
+
+@pytest.fixture(autouse=True)
+def short_periods(monkeypatch):
+    """Random histories open draw periods at random."""
+    monkeypatch.setattr(draws, "PERIOD_SUBMISSIONS", 0)
 
 
 def opened(*members):

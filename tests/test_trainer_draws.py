@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol import decision
+from protocol import decision, draws
 from protocol.records import ACCEPT, INCONCLUSIVE, REJECT
 from tests.coordinator_desk import Desk
 from tests.scripted_swarm import actor_identity
-from trainer import drawing
 
 
 def desk_with(tmp_path: Path, validators: int = 2, **overrides: object) -> Desk:
@@ -26,7 +25,7 @@ def desk_with(tmp_path: Path, validators: int = 2, **overrides: object) -> Desk:
 async def test_every_draw_follows_from_secrets_committed_before_and_revealed_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "PERIOD_SUBMISSIONS", 3)
+    monkeypatch.setattr(draws, "PERIOD_SUBMISSIONS", 3)
     desk = desk_with(tmp_path, leases__second_draw=0.3, leases__probation_accepted=2)
     for _ in range(8):
         index = desk.upload(desk.lease("node"))
@@ -45,7 +44,7 @@ async def test_every_draw_follows_from_secrets_committed_before_and_revealed_bef
 async def test_a_period_is_not_revealed_and_no_third_opened_while_one_of_its_jobs_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "PERIOD_SUBMISSIONS", 1)
+    monkeypatch.setattr(draws, "PERIOD_SUBMISSIONS", 1)
     desk = desk_with(tmp_path)
     first = desk.upload(desk.lease("a"))
     second = desk.upload(desk.lease("b"))
@@ -165,7 +164,7 @@ async def test_a_coordinator_killed_between_any_two_entries_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut the ledger after each entry in turn, begin again, finish the run's open work: nothing contradicts."""
-    monkeypatch.setattr(drawing, "PERIOD_SUBMISSIONS", 2)
+    monkeypatch.setattr(draws, "PERIOD_SUBMISSIONS", 2)
     desk = desk_with(tmp_path, leases__second_draw=1.0)
     for who, outcome in (("a", ACCEPT), ("b", INCONCLUSIVE), ("c", ACCEPT), ("d", REJECT)):
         index = desk.upload(desk.lease(who))

@@ -22,10 +22,6 @@ from protocol.state import DISCARDED, SubmissionState
 from trainer.book import Book
 from trainer.members import Members
 
-PERIOD_SUBMISSIONS = 256
-"""Submissions after which the next period opens. Fewer cost two ledger entries each time and nothing else; more keep
-draws unproven for longer, and lose more proof if the coordinator's secret is lost."""
-
 
 @dataclass
 class Drawing:
@@ -55,7 +51,7 @@ class Drawing:
         newest = state.periods[-1] if state.periods else None
         if newest is not None and newest.secret is None:
             behind = any(period.secret is None for period in state.periods[:-1])
-            if behind or self.book.window.in_period < PERIOD_SUBMISSIONS:
+            if behind or newest.submissions < draws.PERIOD_SUBMISSIONS:
                 return  # at most two are unrevealed: a judge that never answers makes a period long, never a queue
         number = len(state.periods)
         commitment = blake3(self._secret(number)).digest()
@@ -79,7 +75,7 @@ class Drawing:
     def note_present(self) -> None:
         """Write down whom the next draw is made from, if that changed."""
         present = tuple(sorted(self.members.validators()))
-        if self.book.state.present is None or present != self.book.state.present:
+        if present != self.book.state.present:
             self.book.append("validators", ValidatorsPresent(present))
 
     # --- jobs -----------------------------------------------------------------------------------------------------
@@ -97,7 +93,7 @@ class Drawing:
             rate = self.book.state.periods[submission.period].opened.second_draw
         secret = self._secret(submission.period)
         if len(self.book.state.present) > 1 and draws.wants_second(
-            secret, submission.intent.digest, index, rate, submission.probation
+            secret, submission.intent.digest, submission.number, rate, submission.probation
         ):
             self.draw(submission, 2)
 
@@ -112,9 +108,9 @@ class Drawing:
             return False
         secret = self._secret(submission.period)
         attempt = submission.attempts.get(number, 0)
-        drawn = draws.draw_validator(secret, submission.intent.digest, submission.index, number, attempt, found)
+        drawn = draws.draw_validator(secret, submission.intent.digest, submission.number, number, attempt, found)
         assert drawn is not None
-        name = draws.job_id(secret, submission.index, number, attempt)
+        name = draws.job_id(secret, submission.number, number, attempt)
         self.book.append("job", JobDrawn(name, submission.index, drawn, number, submission.period or 0, attempt))
         return True
 

@@ -82,8 +82,6 @@ class Window:
     next_task: int = 0
     leases: int = 0
     """Leases ever issued."""
-    in_period: int = 0
-    """Submissions since the newest draw period was opened."""
     batches: int = 0
     """Batches closed, which is the step of the next one."""
     settled: Counter[str] = field(default_factory=Counter)
@@ -101,8 +99,6 @@ class Window:
             self._closed(entry.time)
         elif entry.event == "submission":
             self._submission(index)
-        elif entry.event == "draws.opened":
-            self.in_period = 0
         elif entry.event in ("verdict", "batch", "policy", "evidence.drop", "run.updated"):
             if self.state.manifest is not None:
                 self.max_staleness = self.state.manifest.leases.max_staleness
@@ -149,7 +145,6 @@ class Window:
             return  # the state refused it
         self.open.pop(submission.lease_id, None)
         self.envelopes.pop(submission.lease_id, None)
-        self.in_period += 1
         self.undecided[index] = None
         self.unjudged[index] = None
         held = self.state.leases[submission.lease_id]

@@ -93,21 +93,21 @@ class Draws:
     def _wrong(self, drawn: Drawn, secret: bytes, by_index: dict[int, Drawn]) -> list[str]:
         job, state = drawn.job, self.state
         submission = state.submissions[job.submission]
-        digest = submission.intent.digest
+        digest, number = submission.intent.digest, submission.number
         out = []
-        expected = draws.draw_validator(secret, digest, job.submission, job.round, job.attempt, drawn.candidates)
+        expected = draws.draw_validator(secret, digest, number, job.round, job.attempt, drawn.candidates)
         if job.validator != expected:
             who = peer_id_text(expected) if expected is not None else "nobody"
             took = peer_id_text(job.validator)
             out.append(f"round {job.round} of submission {job.submission} went to {took}, but the draw gives {who}")
-        if job.job_id != draws.job_id(secret, job.submission, job.round, job.attempt):
+        if job.job_id != draws.job_id(secret, number, job.round, job.attempt):
             out.append("the job's id is not the one that the period's secret gives")
         if not drawn.first or job.round > 2:
             return out
         assert submission.period is not None
         rates = state.periods[submission.period].opened
         due = draws.wants_second(
-            secret, digest, job.submission, rates.second_draw, submission.probation, rates.probation_factor
+            secret, digest, number, rates.second_draw, submission.probation, rates.probation_factor
         )
         if job.round == 2:
             first = by_index.get(drawn.index - 1)
