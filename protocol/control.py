@@ -310,6 +310,7 @@ class ControlServer:
         self._sequences = sequences
         self._guard = guard
         self._clock = clock
+        self._started_ms = clock.now_ms()
         self._handlers: dict[str, tuple[type[Any], ServerHandler]] = {}
         self.held = HeldBytes(MAX_HTTP_HELD_BYTES, SMALL_HTTP_RESERVE_BYTES)
 
@@ -353,8 +354,19 @@ class ControlServer:
         )
         if not envelope.audience:
             raise EnvelopeError("a request must name its coordinator as audience", ReasonCode.WRONG_AUDIENCE)
+        self._check_replay(transport_key, envelope)
         before = self._guard.accept(envelope.signer, envelope.kind, envelope.sequence)
         return Member(envelope, transport_key, frame.address), before
+
+    def _check_replay(self, transport_key: bytes, envelope: Envelope) -> None:
+        """Refuse over HTTP what may have been said before this process began: it forgot the sequences of kinds that no
+        ledger keeps. Over libp2p a copied envelope comes from another transport key than its signer joined with."""
+        known = transport_key or envelope.kind == JOIN or (envelope.signer, envelope.kind) in self._guard.seen
+        if not known and envelope.issued_at < self._started_ms:
+            raise EnvelopeError(
+                "this was signed before the coordinator began anew, and may be a copy; sign it again",
+                ReasonCode.STALE_SEQUENCE,
+            )
 
     def _check_join(self, member: Member, record: object) -> None:
         if isinstance(record, JoinRequest) and member.transport_key not in (b"", record.transport_key):

@@ -370,6 +370,26 @@ async def test_a_replayed_envelope_is_stale_and_a_badly_shaped_record_malformed(
     assert len(coordinator.asked) == 1
 
 
+async def test_what_was_said_before_a_restart_does_not_count_again_over_http(coordinator, tmp_path):
+    """A new process forgot the sequences of heartbeats and requests for leases; copies are fresh for four minutes."""
+    member, key = Identity.generate(), Identity.generate().public
+    early = coordinator.clock.now_ms() - 60_000
+    copied = sealed(coordinator, member, a_heartbeat(), sequence=5, issued_at=early).raw
+    assert await refused(coordinator, copied) == "stale-sequence"
+    assert coordinator.asked == []
+    assert (await coordinator.server.handle(key, ControlFrame("heartbeat", copied))).kind == "heartbeat.reply", (
+        "over libp2p the transport key tells a copy from its signer"
+    )
+    anew = sealed(coordinator, Identity.generate(), a_heartbeat(), sequence=6).raw
+    assert (await coordinator.server.handle(b"", ControlFrame("heartbeat", anew))).kind == "heartbeat.reply"
+    slow = sealed(coordinator, member, a_heartbeat(), sequence=6, issued_at=early).raw
+    assert (await coordinator.server.handle(b"", ControlFrame("heartbeat", slow))).kind == "heartbeat.reply", (
+        "a member whose sequence is known needs no exact clock"
+    )
+    joins = sealed(coordinator, Identity.generate(), a_join(bytes(32)), "join", issued_at=0)
+    assert (await coordinator.server.handle(b"", ControlFrame("join", joins.raw))).kind == "join.reply"
+
+
 async def test_strangers_whose_requests_are_refused_leave_nothing_behind(coordinator):
     """Keys are free: what is remembered of one that was refused would be remembered of millions."""
     for kind, record, expected in [
