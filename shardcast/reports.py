@@ -1,7 +1,8 @@
 """Reports of relays that sent other bytes than the origin signed: what both signed, put together for the coordinator.
 
-A stamp over wrong bytes beside the origin's record is proof; right stamp and wrong bytes prove nothing, but many such
-reports count (`trainer.tree`). One relay is reported at most once a minute.
+A stamp over wrong bytes beside the origin's record is proof. Wrong bytes under a right stamp, and no stamp of the relay
+for that shard, prove nothing, but many such reports count (`trainer.reports`): a relay that signs nothing would else never be
+told of. One relay is reported at most once a minute.
 
 Not covered: what a source is charged for it here (`source.SourceHealth`).
 """
@@ -25,6 +26,9 @@ from shardcast.source import Source
 log = logging.getLogger("shardcast.reports")
 
 _AGAIN_S = 60.0
+_SUSPICIOUS = frozenset({ReasonCode.SHARD_MISMATCH, ReasonCode.BAD_SIGNATURE})
+"""Of a shard: other bytes than stamped, or no valid stamp of the relay. Slow, cut short or gone is no ground."""
+
 _EVIDENCE_DEADLINE_S = 60.0
 
 
@@ -51,9 +55,10 @@ class Reports:
         """Reports whose evidence is still being put together."""
 
     def blame(self, publication: Publication, source: Source, record: ShardRecord, error: SourceError) -> None:
-        """Report a relay that stamped or sent other bytes than the origin signed; without a key there is nobody to."""
+        """Report a relay that stamped or sent other bytes than the origin signed, or stamped nothing; without a key
+        there is nobody to."""
         proven = isinstance(error, LieError)
-        if self._report is None or not source.stamped_by or not (proven or error.code == ReasonCode.SHARD_MISMATCH):
+        if self._report is None or not source.stamped_by or not (proven or error.code in _SUSPICIOUS):
             return
         mark, now = (source.stamped_by, proven), time.monotonic()
         if now - self._reported.get(mark, -math.inf) < _AGAIN_S:

@@ -3,7 +3,7 @@
     response header X-Headwater-Stamp = base64 of a `relay.stamp` envelope {publication, index, wire hash, time},
     made once per shard when somebody first asks for it
 
-    stamp missing, forged, of another shard          refuse; the address is charged, nobody's key
+    stamp missing, forged, of another shard          refuse; the address is charged, reported without proof
     stamp's hash differs from the origin's record    refuse; both signatures together are proof (`LieError`)
     stamp right, bytes wrong                         refuse; the address is charged, reported without proof
 

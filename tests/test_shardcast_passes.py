@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from dataclasses import replace
 from pathlib import Path
@@ -213,7 +212,7 @@ class Silent(WeightsServer):
 
 
 class Forger(WeightsServer):
-    """Sends wrong bytes with another key's signature under them: nobody may be charged for that."""
+    """Sends wrong bytes with another key's signature under them: that key may not be charged for it."""
 
     def shard(self, feed: Feed, record: ShardRecord) -> web.StreamResponse:
         data = bytes(record.wire_bytes)
@@ -225,9 +224,9 @@ class Forger(WeightsServer):
 LIES = {
     Flipping: (ReasonCode.RELAY_LIED, True),
     Hypocrite: (ReasonCode.SHARD_MISMATCH, False),
-    Misplaced: (ReasonCode.BAD_SIGNATURE, None),
-    Silent: (ReasonCode.BAD_SIGNATURE, None),
-    Forger: (ReasonCode.BAD_SIGNATURE, None),
+    Misplaced: (ReasonCode.BAD_SIGNATURE, False),
+    Silent: (ReasonCode.BAD_SIGNATURE, False),
+    Forger: (ReasonCode.BAD_SIGNATURE, False),
 }
 
 
@@ -250,17 +249,13 @@ async def test_a_wrong_shard_is_got_from_the_second_parent_and_only_a_signed_lie
             assert holds(await puller.wait_newer(None, WAIT_S), SMALL_SHAPES, seed=0)
             health = puller._follower.source(liar.url)[1]
             assert health.last_error is not None and health.last_error.code == code
-            if proven is None:
-                await asyncio.sleep(0.2)
-                assert reports == [], "charged to the address alone"
-                return
             await until(lambda: bool(reports), "the report")
             assert reports[0].relay == RELAY.public
             if proven:
                 check_relay_lie(reports[0], small.run.id, [small.origin.public])
                 assert liar.url not in [source.address for source, _ in puller._follower.sources()], "never asked again"
             else:
-                assert reports[0].stamp == b"", "its word was right: nothing is proven"
+                assert reports[0].stamp == b"", "it signed no lie: nothing is proven"
 
 
 async def test_an_honest_relay_with_a_broken_disk_never_signs_its_own_accusation(

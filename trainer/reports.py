@@ -1,7 +1,7 @@
 """Reports about relays that sent wrong bytes: proof goes into the ledger, suspicion only into the plan.
 
     stamp + origin's record, both valid, different bytes   `relay.accused` entry: the fold suspends the relay for good
-    no stamp (right stamp, wrong bytes)                    counted by network; from three networks the relay is left
+    no stamp (none came, or the bytes were not its)        counted by network; from three networks the relay is left
                                                            out of the plan for an hour, and nothing is written
 
 A proof is one no matter who brings it, so it needs no second opinion. A report without proof could be a lie about an
