@@ -1,8 +1,8 @@
 """Reports of relays that sent other bytes than the origin signed: what both signed, put together for the coordinator.
 
 A stamp over wrong bytes beside the origin's record is proof. Wrong bytes under a right stamp, and no stamp of the relay
-for that shard, prove nothing, but many such reports count (`trainer.reports`): a relay that signs nothing would else never be
-told of. One relay is reported at most once a minute.
+for that shard, prove nothing, but many such reports count (`trainer.reports`): a relay that signs nothing would else
+never be told of. One relay is reported at most once a minute.
 
 Not covered: what a source is charged for it here (`source.SourceHealth`).
 """
