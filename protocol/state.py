@@ -12,9 +12,9 @@ chain and a relay's own stamp.
     paused --a second validator repeats one--> suspended (for good; what is undecided is discarded)
     any --evidence of dropped results, of a relay's lie, or a revocation--> suspended
 
-Not covered: how verdicts decide a submission (`decision`), a batch's rules (`batch_rules`), the manifest's own
-(`chain`); whom to lease to, whom to draw, what to batch (`trainer`); whether a draw is the right one (the audit: it
-needs the secret that is revealed later).
+Not covered: how verdicts decide a submission (`decision`), the rules of batches (`batch_rules`), of leases
+(`lease_rules`) and of the manifest (`chain`); whom to lease to, whom to draw, what to batch (`trainer`); whether a draw
+is the right one (the audit: it needs the secret that is revealed later).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from protocol import codec, decision, draws
+from protocol import codec, decision, draws, lease_rules
 from protocol.batch_rules import check_batch
 from protocol.chain import Chain
 from protocol.envelope import Envelope, parse
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
 from protocol.evidence import check_drop_bar, check_relay_lie
-from protocol.limits import MAX_ROLLOUTS_PER_LEASE, submission_raw_bound
+from protocol.limits import submission_raw_bound
 from protocol.manifest import MANIFEST_KIND, Run, RunManifest
 from protocol.records import (
     ACCEPT,
@@ -45,6 +45,7 @@ from protocol.records import (
     JoinRequest,
     Lease,
     LeaseClosed,
+    LeaseFailed,
     LedgerEntry,
     RelayReport,
     RoleGrant,
@@ -128,6 +129,8 @@ class RunState:
         """(entry index, what the entry contradicts); such entries change nothing else."""
         self._next_batch = 0
         """The step after the highest any batch named, refused ones included: one wrong batch is one problem."""
+        self._max_bytes = (-1, 0)
+        """Restarts before the newest lease, and its bound on the upload."""
         self._nonces: dict[bytes, bytes] = {}
         self._jobs: dict[bytes, tuple[int, int]] = {}
         self._samples: set[tuple[bytes, int, int]] = set()
@@ -288,7 +291,9 @@ class RunState:
             raise LedgerError(refusal)
         if self.finished is not None:
             raise LedgerError("the run is finished")
-        self._check_terms(lease, self.manifest)
+        assert self.chain is not None
+        bound = self._max_bytes[1] if self._max_bytes[0] == len(self.restarts) else None
+        lease_rules.check_terms(lease, self.manifest, self.chain.hash, bound)
         if not self.nodes[envelope.audience].accepted and len(lease.tasks) * lease.samples > max(
             1, self.manifest.leases.probation_first_rollouts
         ):
@@ -298,36 +303,27 @@ class RunState:
         policy = self.policies.get((lease.epoch, lease.step))
         if policy is None or policy.root != lease.root:
             raise LedgerError("it names a policy that was never announced")
-        if not lease.tasks or len(set(lease.tasks)) != len(lease.tasks) or not lease.samples:
-            raise LedgerError("it asks for no rollouts, or for a task twice")
-        if len(lease.tasks) * lease.samples > MAX_ROLLOUTS_PER_LEASE:
-            raise LedgerError("it asks for more rollouts than a submission can hold")
         first = self._nonces.get(lease.nonce, lease.lease_id)
         state = LeaseState(lease.lease_id, lease, envelope.audience, index, entry.time)
         if first != lease.lease_id:
             state.reissue_of = first
-            _check_reissue(lease, self.leases[first].lease)
+            lease_rules.check_reissue(lease, self.leases[first].lease)
+        self._max_bytes = len(self.restarts), lease.max_bytes
         self._nonces[lease.nonce] = first
         self.leases[lease.lease_id] = state
         self.nodes[envelope.audience].open_leases.add(lease.lease_id)
-
-    def _check_terms(self, lease: Lease, manifest: RunManifest) -> None:
-        """What every lease of a run has in common: whoever issues it may not change what is sampled or checked."""
-        assert self.chain is not None
-        if lease.manifest != self.chain.hash:
-            raise LedgerError("it names another manifest than the newest of the run's chain")
-        if lease.environment not in {spec.digest for spec in manifest.environments}:
-            raise LedgerError("its environment is none of the run's")
-        if lease.max_new_tokens != manifest.sampling.max_new_tokens:
-            raise LedgerError(f"it allows {lease.max_new_tokens} tokens, not the run's number")
 
     def _lease_closed(self, index: int, entry: LedgerEntry) -> None:
         closed = codec.decode(LeaseClosed, entry.body)
         lease = self.leases.get(closed.lease_id)
         if lease is None or lease.status != "open":
             raise LedgerError("no open lease has this id")
-        lease.status, lease.reason, lease.closed_index = "closed", closed.reason, index
         owner = self.nodes[lease.owner]
+        if closed.reason.startswith(lease_rules.FAILED):
+            lease_rules.check_given_up(*self._subject(entry, LeaseFailed), lease)
+        else:
+            lease_rules.check_closed(closed, lease, owner, entry.time, self.outage_ms(lease.index))
+        lease.status, lease.reason, lease.closed_index = "closed", closed.reason, index
         owner.open_leases.discard(lease.lease_id)
         owner.unreturned, owner.lost_time = owner.unreturned + 1, entry.time
 
@@ -573,16 +569,6 @@ class RunState:
         if self.chain is not None and self.chain.revoked(envelope.signer, entry.index):
             raise LedgerError("its signer's key was revoked", ReasonCode.KEY_REVOKED)
         return envelope, envelope.record(cls)
-
-
-def _check_reissue(lease: Lease, first: Lease) -> None:
-    """A nonce used before: the same tokens are asked for again, all of them or some."""
-    if (lease.epoch, lease.step, lease.root) != (first.epoch, first.step, first.root):
-        raise LedgerError("its nonce was used under another policy")
-    if (lease.samples, lease.environment) != (first.samples, first.environment) or not set(lease.tasks) <= set(
-        first.tasks
-    ):
-        raise LedgerError("its nonce was used for other tasks")
 
 
 def fold(entries: Iterable[LedgerEntry]) -> RunState:

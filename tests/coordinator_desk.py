@@ -31,6 +31,7 @@ from protocol.records import (
     JoinRequest,
     Lease,
     LeaseClosed,
+    LeaseFailed,
     LeaseRequest,
     Outcome,
     RolloutDetail,
@@ -130,7 +131,9 @@ class Desk:
         return decision.lease
 
     def lose(self, lease: Lease) -> None:
-        self.book.append("lease.closed", LeaseClosed(lease.lease_id, "failed: no reason"))
+        owner = self.state.nodes[self.state.leases[lease.lease_id].owner].name
+        word = self.sealed(owner, "lease.failed", LeaseFailed(lease.lease_id, "no reason"))
+        self.book.append("lease.closed", LeaseClosed(lease.lease_id, "failed: no reason"), word)
 
     def upload(self, lease: Lease) -> int:
         """Put the bytes on the disk and enter them; returns the submission's ledger index."""

@@ -38,6 +38,7 @@ from protocol.records import (
     JoinRequest,
     Lease,
     LeaseClosed,
+    LeaseFailed,
     LedgerEntry,
     Outcome,
     RoleGrant,
@@ -196,7 +197,7 @@ class Chain:
             tasks=tuple(tasks),
             samples=samples,
             max_new_tokens=self.manifest.sampling.max_new_tokens,
-            duration_ms=60_000,
+            duration_ms=self.links.current.manifest.leases.lease_ms,
             max_bytes=1 << 20,
         )
         lease = replace(lease, **more)
@@ -205,8 +206,15 @@ class Chain:
         self.append("lease", b"", self.sealed(self.coordinator, "lease", lease, audience=identity(who).public))
         return lease.lease_id
 
-    def close_lease(self, lease_id: bytes, reason: str = "expired") -> int:
-        return self.append("lease.closed", LeaseClosed(lease_id, reason))
+    def close_lease(self, lease_id: bytes, reason: str = "failed: nothing") -> int:
+        """By its node's word, or `expired`: then its time passes first (not on a real `Ledger`, whose clock is its
+        own)."""
+        subject = b""
+        if reason.startswith("failed: "):
+            subject = self.sealed(self.owners[lease_id], "lease.failed", LeaseFailed(lease_id, reason[8:]))
+        elif reason == "expired":
+            self.sink.time += self.leases[lease_id].duration_ms
+        return self.append("lease.closed", LeaseClosed(lease_id, reason), subject)
 
     def submit(self, lease_id: bytes, blob: bytes | None = None, raw_length: int = 100) -> int:
         if not self.periods and self._present is not None:

@@ -17,6 +17,8 @@ from protocol.records import (
     REJECT,
     BatchClosed,
     BatchEntry,
+    LeaseClosed,
+    LeaseFailed,
     LedgerEntry,
     Outcome,
     Verdict,
@@ -214,7 +216,7 @@ def test_the_second_validator_is_another_one_and_admitted():
 def test_an_expired_lease_is_issued_again_under_its_nonce():
     chain = opened(("ann", "inference"), ("bob", "inference"), ("val", "validator"))
     first = chain.lease("ann")
-    chain.close_lease(first)
+    chain.close_lease(first, "expired")
     again = chain.lease("bob", nonce=chain.leases[first].nonce)
     state = state_of(chain)
     assert state.leases[first].status == "closed" and state.leases[first].reason == "expired"
@@ -286,13 +288,55 @@ def test_whoever_issues_a_lease_may_not_change_its_terms():
         ({"environment": b"\1" * 32}, "none of the run's"),
         ({"max_new_tokens": 2}, "2 tokens"),
         ({"tasks": tuple(range(9))}, "first lease larger"),
+        ({"duration_ms": 1}, "lasts 1 ms"),
     ]:
         chain.lease("ann", **change)
         assert expected in problems_of(chain)[-1]
     small = chain.lease("ann", max_bytes=10)
     chain.submit(small, bytes(11))
     chain.submit(small, bytes(10), raw_length=1 << 20)
-    assert ["larger than its lease" in text for text in problems_of(chain)[4:]] == [True, True]
+    assert ["larger than its lease" in text for text in problems_of(chain)[5:]] == [True, True]
+    chain.join("bob", "inference")
+    chain.lease("bob", max_bytes=11)
+    assert "bounds its upload otherwise" in problems_of(chain)[-1]
+    chain.append("incarnation")
+    chain.lease("bob", max_bytes=11)
+    assert len(problems_of(chain)) == 8, "the operator may change its settings between two starts"
+
+
+def test_nobody_but_its_node_ends_a_lease_before_its_time():
+    """A lost lease counts against its node: the coordinator could else lose for it those that went badly."""
+    chain = opened(("ann", "inference"), ("bob", "inference"), ("val", "validator"))
+    lease = chain.lease("ann")
+    other = chain.lease("bob")
+
+    def refused(reason, subject=b""):
+        known = len(problems_of(chain))
+        chain.append("lease.closed", LeaseClosed(lease, reason), subject)
+        problems = problems_of(chain)
+        assert len(problems) == known + 1, reason
+        return problems[-1]
+
+    duration = chain.leases[lease].duration_ms
+    assert "its time is not over" in refused("expired")
+    assert refused("failed: so says the coordinator")
+    word = LeaseFailed(lease, "x")
+    assert "own word" in refused("failed: x", chain.sealed("bob", "lease.failed", word))
+    assert "own word" in refused("failed: x", chain.sealed("ann", "lease.failed", replace(word, lease_id=other)))
+    assert "own word" in refused("failed: x", chain.sealed("ann", "heartbeat", word))
+    assert "for a reason that is one" in refused("owner suspended: format")
+    assert "for a reason that is one" in refused("lost")
+    chain.sink.time += duration - 1000
+    assert "its time is not over" in refused("expired")
+    chain.sink.time += 5000
+    chain.append("incarnation")  # five seconds of that the coordinator was away, and nobody could bring anything
+    assert "its time is not over" in refused("expired")
+    chain.close_lease(other, "failed: out of memory")
+    chain.sink.time += 5000
+    chain.append("lease.closed", LeaseClosed(lease, "expired"))
+    state = fold(chain.sink.entries)
+    assert [held.status for held in state.leases.values()] == ["closed", "closed"]
+    assert state.problems[-1][0] < len(chain.sink.entries) - 2
 
 
 def test_the_same_tokens_are_not_trained_under_a_second_lease():

@@ -138,7 +138,7 @@ def test_withheld_rollouts_are_caught_when_another_node_returned_them_before_the
     before = fate(tmp_path, state, "dropper", ANN, log)
     assert (before["submitted"], before["identical"], before["dishonest"], before["caught"]) == (4, 4, 16, 0)
     chain.append("evidence.drop", DropEvidence(ANN, len(chain.sink.entries), 3, 1, 40.0, -0.2, 0.2))
-    chain.close_lease(open_at_the_end, "the node is suspended")
+    chain.close_lease(open_at_the_end, "owner suspended: dropped-results")
     state = state_of(chain)
     assert state.nodes[ANN].state == "suspended"
     after = fate(tmp_path, state, "dropper", ANN, log)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import decision
-from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, Lease, LeaseClosed, LedgerEntry
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, Lease, LedgerEntry
 from protocol.state import RunState
 from tests.archive_builder import Chain, ListSink, identity, make_manifest
 from trainer import batches, leases
@@ -428,7 +428,7 @@ class Simulation:
     def lose(self) -> None:
         if self.held and self.random.random() < 0.3:
             _, lease = self.held.pop(self.random.randrange(len(self.held)))
-            self.bench.chain.append("lease.closed", LeaseClosed(lease.lease_id, "expired"))
+            self.bench.chain.close_lease(lease.lease_id)
 
     def judge(self) -> None:
         if self.submitted:

@@ -64,7 +64,7 @@ def test_every_inverted_verdict_is_called_wrong(built, copy):
     count = invert_verdicts(copy, built.chain.run, built.identities)
     report = audit(copy, Options())
     wrong = {f.record for f in report.failures if f.reason == ReasonCode.VERDICT_WRONG}
-    assert count == len(built.verdicts) == 6
+    assert count == len(built.verdicts) == 7
     assert wrong == {f"verdict/{index}" for index in built.verdicts}
     assert report.rollouts_held == 0 and report.rollouts_checked == 20 and report.exit_code == 1
     accepting = next(f for f in report.failures if f.record == f"verdict/{built.verdicts[0]}")

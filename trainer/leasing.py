@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from protocol.control import Member
 from protocol.envelope import Envelope, seal
 from protocol.errors import ProtocolError, ReasonCode
+from protocol.lease_rules import EXPIRED, FAILED, SUSPENDED
 from protocol.records import Ack, Lease, LeaseClosed, LeaseFailed, LeaseReply, LeaseRequest
 from protocol.state import LeaseState, NodeState
 from trainer import leases
@@ -96,7 +97,8 @@ class Leasing:
         if held.owner != node.key:
             raise ProtocolError("this lease belongs to another node", ReasonCode.NOT_OWNER)
         if held.status == "open":
-            self.book.append("lease.closed", LeaseClosed(report.lease_id, _reason(f"failed: {report.reason}")))
+            closed = LeaseClosed(report.lease_id, _reason(FAILED + report.reason))
+            self.book.append("lease.closed", closed, member.envelope.raw)
             self.news.say(f"{node.name} gave up a lease: {report.reason[:120]}")
             self._log_closed(held)
         await self.book.commit()
@@ -108,7 +110,7 @@ class Leasing:
             await asyncio.sleep(CLOCK_S)
             over = leases.expired(self.book.state, self.book.window, self.book.now_ms(), self.uploading())
             for held in over:
-                self.book.append("lease.closed", LeaseClosed(held.lease_id, "expired"))
+                self.book.append("lease.closed", LeaseClosed(held.lease_id, EXPIRED))
                 self.news.say(f"a lease of {self.book.state.nodes[held.owner].name} expired; others may take its tasks")
                 self._log_closed(held)
             if over:
@@ -122,7 +124,7 @@ class Leasing:
     def close_all_of(self, node: NodeState) -> None:
         """Close every open lease of a node that was suspended; the caller commits."""
         for lease_id in sorted(node.open_leases):
-            self.book.append("lease.closed", LeaseClosed(lease_id, _reason(f"owner suspended: {node.reason}")))
+            self.book.append("lease.closed", LeaseClosed(lease_id, _reason(SUSPENDED + node.reason)))
 
     def _decide(self, node: NodeState, request: LeaseRequest) -> leases.Decision:
         newcomer, census = node.accepted == 0, self._common()

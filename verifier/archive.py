@@ -24,6 +24,7 @@ from protocol.chain import UPDATE_KIND, Chain, RunUpdate
 from protocol.envelope import Envelope, open_envelope, parse
 from protocol.errors import LedgerError, ProtocolError, ReasonCode, UsageError
 from protocol.evidence import REPORT_KIND
+from protocol.lease_rules import FAILED_KIND
 from protocol.limits import (
     MAX_ATTACHMENT_BYTES,
     MAX_ENVELOPE_BYTES,
@@ -273,6 +274,9 @@ class RunArchive:
         envelope, record = read_entry(entry)
         if entry.event in SUBJECTS:
             open_envelope(entry.subject, run=self.run.id, kind=SUBJECTS[entry.event][0])
+            self._noted.add(index)
+        elif entry.event == "lease.closed" and envelope is not None:
+            open_envelope(entry.subject, run=self.run.id, kind=FAILED_KIND)  # a node's word that it gives a lease up
             self._noted.add(index)
         self._note(index, envelope, record)
 
