@@ -3,7 +3,8 @@
 Per rollout, over the verdicts so far, each validator counted once:
 
     two REJECT                          rejected
-    a REJECT and an ACCEPT              inconclusive
+    a REJECT and two ACCEPT             accepted
+    a REJECT and an ACCEPT              a tie: open while a third validator may settle it, then inconclusive
     an ACCEPT, no REJECT                accepted
     one REJECT and nothing else         open: nobody is condemned on one word
     nothing but INCONCLUSIVE            open: nobody has said anything yet
@@ -12,13 +13,20 @@ A submission waits while a job drawn for it is open. After that, while a rollout
 rounds at most; what is still open then is inconclusive. Two REJECTs on one rollout end it at once: its owner is
 suspended, and nothing else of it can be learned from.
 
+A tie is between two validators of which one is wrong, so neither can keep the other's word from counting. It is
+inconclusive at once when nobody else is present, and when the third one did not answer for `TIE_LEASES` lease durations
+(`tie.lapsed`): a run with two validators, or one whose third vanished, does not hang on it.
+
 Not covered: who is drawn (`draws`), what a decision means for the owner (`state`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 
+from protocol import draws
+from protocol.errors import LedgerError
 from protocol.records import ACCEPT, REJECT, Outcome
 from protocol.state_types import (
     ACCEPTED,
@@ -36,6 +44,12 @@ ROUNDS = 3
 validator that runs out of memory decides that honest work is lost."""
 
 
+TIE_LEASES = 2
+"""Lease durations a tie waits for its third validator: long enough to judge anything a lease can hold, and to draw
+another one when the first vanished. Less lets a slow validator shield what a colluding one accepted; more keeps a
+node in probation, which has one lease at a time, idle for longer over somebody else's machine."""
+
+
 def weigh(submission: SubmissionState) -> tuple[RolloutOutcome, ...]:
     """What the verdicts so far say of each rollout; PENDING where another round could still settle it."""
     verdicts = sorted(submission.verdicts.values(), key=lambda state: state.index)
@@ -47,12 +61,17 @@ def weigh(submission: SubmissionState) -> tuple[RolloutOutcome, ...]:
         words = tuple(state.verdict.outcomes[position] for state in verdicts)
         outcome = said.get(words)
         if outcome is None:
-            outcome = said[words] = _weigh_one(verdicts, position)
+            outcome = said[words] = _weigh_one(verdicts, position, _may_settle(submission))
         weighed.append(outcome)
     return tuple(weighed)
 
 
-def _weigh_one(verdicts: list[VerdictState], position: int) -> RolloutOutcome:
+def _may_settle(submission: SubmissionState) -> bool:
+    """Whether a tie still waits for its third validator."""
+    return not submission.tie_over and ROUNDS not in submission.verdicts
+
+
+def _weigh_one(verdicts: list[VerdictState], position: int, may_settle: bool) -> RolloutOutcome:
     accepts: dict[bytes, VerdictState] = {}
     rejects: dict[bytes, VerdictState] = {}
     reason = ""
@@ -67,8 +86,8 @@ def _weigh_one(verdicts: list[VerdictState], position: int) -> RolloutOutcome:
         reason = [*rejects.values()][-1].verdict.outcomes[position].reason
     if len(rejects) >= 2:
         return RolloutOutcome(REJECTED, reason)
-    if rejects and accepts:
-        return RolloutOutcome(UNDECIDED, reason)
+    if rejects and accepts and len(accepts.keys() - rejects.keys()) < 2:
+        return RolloutOutcome(PENDING if may_settle else UNDECIDED, reason)
     if accepts:
         newest = [*accepts.values()][-1]
         return RolloutOutcome(ACCEPTED, newest.verdict.outcomes[position].reason, newest.index)
@@ -76,14 +95,44 @@ def _weigh_one(verdicts: list[VerdictState], position: int) -> RolloutOutcome:
 
 
 def contested(submission: SubmissionState) -> str:
-    """The reason of a REJECT that waits to be repeated or contradicted; empty when there is none."""
+    """The reason of a REJECT that waits to be repeated or contradicted; empty when there is none.
+
+    A tie is contradicted: its owner works on, so that one validator that rejects everything holds up nobody.
+    """
+    return next((outcome.reason for outcome, said in _open(submission) if said == {REJECT}), "")
+
+
+def tied(submission: SubmissionState) -> bool:
+    """Whether a rollout has a REJECT and an ACCEPT and waits for a third validator, with no job open."""
+    if submission.open_rounds or len(submission.verdicts) < 2:
+        return False
+    return any(said == {ACCEPT, REJECT} for _, said in _open(submission))
+
+
+def _open(submission: SubmissionState) -> Iterator[tuple[RolloutOutcome, set[int]]]:
+    """Of each rollout that is open: what `weigh` says, and what its verdicts said either way."""
     heard = [state.verdict.outcomes for state in submission.verdicts.values()]
     if not any(outcome.outcome == REJECT for outcomes in heard for outcome in outcomes):
-        return ""
+        return
     for position, outcome in enumerate(weigh(submission)):
-        if outcome.status == PENDING and any(outcomes[position].outcome == REJECT for outcomes in heard):
-            return outcome.reason
-    return ""
+        if outcome.status == PENDING:
+            yield outcome, {outcomes[position].outcome for outcomes in heard} & {ACCEPT, REJECT}
+
+
+def outvoted(submission: SubmissionState) -> dict[bytes, int]:
+    """Validator -> rollouts of a decided submission of which two others found the opposite of what it said."""
+    wrong: Counter[bytes] = Counter()
+    opposite = {ACCEPTED: REJECT, REJECTED: ACCEPT}
+    for position, outcome in enumerate(submission.outcomes):
+        if outcome.status in opposite:
+            wrong.update(
+                {
+                    state.validator
+                    for state in submission.verdicts.values()
+                    if state.verdict.outcomes[position].outcome == opposite[outcome.status]
+                }
+            )
+    return dict(wrong)
 
 
 def next_round(submission: SubmissionState) -> int | None:
@@ -115,7 +164,9 @@ def decide(submission: SubmissionState) -> tuple[RolloutOutcome, ...] | None:
         return None
     outcomes = weigh(submission)
     statuses = {outcome.status for outcome in outcomes}
-    if REJECTED not in statuses and (submission.open_rounds or _next_round(submission, outcomes) is not None):
+    lapsed = submission.tie_over and PENDING not in statuses  # the third round's job is not waited for any more
+    waits = submission.open_rounds or _next_round(submission, outcomes) is not None
+    if REJECTED not in statuses and waits and not lapsed:
         return None
     if PENDING not in statuses:
         return outcomes
@@ -144,3 +195,36 @@ def others(submission: SubmissionState, round_number: int) -> Mapping[bytes, boo
         )
         found[job.validator] = silent and found.get(job.validator, True)
     return found
+
+
+def somebody_else(submission: SubmissionState, present: Collection[bytes]) -> bool:
+    """Whether the third round of a tie could go to one of the validators present."""
+    return bool(draws.candidates(present, others(submission, ROUNDS), None))
+
+
+def note_tie(submission: SubmissionState, present: Collection[bytes], time: int) -> None:
+    """After a verdict: begin the wait for a third validator if there is a tie now, or settle that there is none."""
+    if not submission.tie_over and tied(submission):
+        if somebody_else(submission, present):
+            submission.tie_time = time
+        else:
+            submission.tie_over = True
+
+
+def end_tie(submission: SubmissionState | None, present: Collection[bytes], time: int, lease_ms: int) -> None:
+    """The third validator did not answer: the tie stays one.
+
+    Args:
+        time: of the ledger entry that says so.
+        lease_ms: how long a lease of this run lasts.
+
+    Raises:
+        LedgerError: there is no tie, or it may still be settled. Nothing was changed.
+    """
+    if submission is None or submission.tie_time is None or submission.tie_over or ROUNDS in submission.verdicts:
+        raise LedgerError("no such tie waits for a third validator")
+    if time < submission.tie_time + TIE_LEASES * lease_ms:
+        raise LedgerError("the tie may still be settled")
+    if ROUNDS not in submission.jobs and somebody_else(submission, present):
+        raise LedgerError("a third validator is there and was never asked")
+    submission.tie_over = True

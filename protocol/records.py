@@ -372,8 +372,8 @@ class LedgerEntry:
     time: U64
     event: Word
     """`run.opened`, `run.updated`, `incarnation`, `grant`, `node.joined`, `policy`, `lease`, `lease.closed`,
-    `submission`, `draws.opened`, `draws.revealed`, `validators`, `job`, `verdict`, `evidence.drop`, `relay.accused`,
-    `batch` or `run.finished`."""
+    `submission`, `draws.opened`, `draws.revealed`, `validators`, `job`, `verdict`, `tie.lapsed`, `evidence.drop`,
+    `relay.accused`, `batch` or `run.finished`."""
     body: Annotated[bytes, Blob(900 * KIB)]
     """The event's own record (BatchClosed, JobDrawn, LeaseClosed, ...), or empty."""
     subject: Annotated[bytes, Blob(900 * KIB)]
@@ -402,6 +402,13 @@ class JobDrawn:
     """The draw period whose secret made this draw: the one that was open when the submission was entered."""
     attempt: U32
     """Jobs drawn before for this submission and round: 0 for the first."""
+
+
+@record(1 * KIB)
+@dataclass(frozen=True)
+class TieLapsed:
+    submission: U64
+    """Ledger index of the submission that two validators contradict each other about, and no third one settled."""
 
 
 @record(1 * KIB)

@@ -50,6 +50,7 @@ from protocol.records import (
     RelayReport,
     RoleGrant,
     RunFinished,
+    TieLapsed,
     UploadIntent,
     ValidatorsPresent,
     Verdict,
@@ -198,6 +199,7 @@ class RunState:
             "validators": self._validators,
             "job": self._job,
             "verdict": self._verdict,
+            "tie.lapsed": self._tie_lapsed,
             "evidence.drop": self._evidence_drop,
             "relay.accused": self._relay_accused,
             "batch": self._batch,
@@ -440,7 +442,9 @@ class RunState:
             raise LedgerError("the validator was not present")
         period.open_jobs.add((submission.index, job.round))
         submission.jobs[job.round] = job
-        submission.attempts[job.round] = submission.attempts.get(job.round, 0) + 1
+        submission.attempts[job.round] = job.attempt + 1
+        if job.round == decision.ROUNDS and not job.attempt and submission.tie_time is not None:
+            submission.tie_time = entry.time  # whoever is asked late gets the whole wait
         self._jobs[job.job_id] = (job.submission, job.round)
 
     def _verdict(self, index: int, entry: LedgerEntry) -> None:
@@ -461,7 +465,17 @@ class RunState:
         submission.verdicts[verdict.round] = VerdictState(index, verdict, envelope.signer)
         assert submission.period is not None  # a job of it was drawn
         self.periods[submission.period].open_jobs.discard((submission.index, verdict.round))
+        decision.note_tie(submission, self.present, entry.time)
         self._weigh(submission, self.nodes[submission.owner], index)
+
+    def _tie_lapsed(self, index: int, entry: LedgerEntry) -> None:
+        submission = self.submissions.get(codec.decode(TieLapsed, entry.body).submission)
+        assert self.manifest is not None
+        decision.end_tie(submission, self.present, entry.time, self.manifest.leases.lease_ms)
+        assert submission is not None and submission.period is not None  # it holds verdicts
+        self._weigh(submission, self.nodes[submission.owner], index)
+        if submission.verdict_index is not None:
+            self.periods[submission.period].open_jobs.discard((submission.index, decision.ROUNDS))
 
     def _evidence_drop(self, index: int, entry: LedgerEntry) -> None:
         evidence = codec.decode(DropEvidence, entry.body)
@@ -534,6 +548,8 @@ class RunState:
         submission.verdict_index = index
         node.undecided.discard(submission.index)
         node.contested.discard(submission.index)
+        for validator, rollouts in decision.outvoted(submission).items():
+            self.nodes[validator].outvoted += rollouts
         counts = [outcome.status for outcome in submission.outcomes]
         node.accepted += counts.count(ACCEPTED)
         node.rejected += counts.count(REJECTED)

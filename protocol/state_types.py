@@ -55,6 +55,8 @@ class NodeState:
     """Its submissions that wait for a verdict."""
     contested: set[int] = field(default_factory=set)
     """Its submissions that hold a REJECT and wait for another verdict."""
+    outvoted: int = 0
+    """A validator's: rollouts of which two others found the opposite of what it had said."""
 
 
 @dataclass
@@ -116,7 +118,11 @@ class SubmissionState:
     """Round -> jobs drawn for it so far."""
     verdicts: dict[int, VerdictState] = field(default_factory=dict)
     verdict_index: int | None = None
-    """Ledger index of the verdict that decided it."""
+    """Ledger index of the verdict, or the lapse of a tie, that decided it."""
+    tie_time: int | None = None
+    """Ledger time since which it waits for a third validator to settle a tie (`decision`)."""
+    tie_over: bool = False
+    """Whether a tie stays one: nobody else was there, or did not answer in time."""
 
     @property
     def open_rounds(self) -> list[int]:

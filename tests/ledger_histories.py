@@ -9,7 +9,7 @@ from blake3 import blake3
 from hypothesis import strategies as st
 
 from protocol import decision
-from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, DropEvidence
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, DropEvidence, TieLapsed
 from protocol.state import ACCEPTED, DISCARDED, PENDING, REJECTED, UNDECIDED, fold
 from tests.ledger_builder import Chain, identity, make_manifest
 
@@ -50,6 +50,7 @@ steps = st.lists(
         st.tuples(st.just("reveal"), small, small),
         st.tuples(st.just("validators"), small, small),
         st.tuples(st.just("dropped"), small, small),
+        st.tuples(st.just("lapse"), small, small),
     ),
     max_size=60,
 )
@@ -91,6 +92,9 @@ def play(commands):
         elif name == "dropped":
             evidence = DropEvidence(identity(who).public, 0, 3, 3, 10.0 + x, 0.1, 0.9)
             chain.append("evidence.drop", evidence)
+        elif name == "lapse" and submissions:
+            chain.sink.time += 30_000 * y
+            chain.append("tie.lapsed", TieLapsed(submissions[-1 - x % len(submissions)][0]))
         elif name == "verdict" and jobs:
             job, digest, validator, round_ = jobs[-1 - x % len(jobs)]
             chain.verdict(job, digest, validator if x < 6 else "val", y, round_)
@@ -132,13 +136,15 @@ def check_invariants(state, entries):
             elif submission.index not in late(state):
                 accepting = {who for who, outcome in said if outcome == A}
                 assert (result.status == REJECTED) == (len(rejecting) > 1)
-                assert (result.status == ACCEPTED) == (bool(accepting) and not rejecting)
+                agreed = bool(accepting) and not rejecting
+                assert (result.status == ACCEPTED) == (agreed or len(accepting - rejecting) > len(rejecting) == 1)
             if result.status == ACCEPTED:
                 verdict = next(v for v in submission.verdicts.values() if v.index == result.verdict)
                 assert verdict.verdict.outcomes[position].outcome == A
         assert submission.period is None or state.periods[submission.period].index < submission.index
         if submission.outcomes[0].status == PENDING and not submission.open_rounds:
             assert decision.next_round(submission) in (1, 2, 3), "it waits for something that somebody must draw"
+    assert sum(member.outvoted for member in state.nodes.values()) == minority(state)
     for period in state.periods:
         if period.secret is not None:
             assert blake3(period.secret).digest() == period.opened.commitment and not period.open_jobs
@@ -146,6 +152,25 @@ def check_invariants(state, entries):
         assert state.submissions[number].outcomes[position].status == ACCEPTED
     assert sum(len(b.closed.entries) for b in state.batches.values()) == len(state.trained)
     assert state.size == len(entries)
+
+
+def minority(state):
+    """Verdicts on rollouts, before the decision, that two others contradicted."""
+    opposite = {ACCEPTED: R, REJECTED: A}
+    return sum(
+        len(
+            {
+                verdict.validator
+                for verdict in submission.verdicts.values()
+                if verdict.index <= submission.verdict_index
+                and verdict.verdict.outcomes[position].outcome == opposite[outcome.status]
+            }
+        )
+        for submission in state.submissions.values()
+        if submission.verdict_index is not None
+        for position, outcome in enumerate(submission.outcomes)
+        if outcome.status in opposite
+    )
 
 
 def late(state):

@@ -9,7 +9,15 @@ from blake3 import blake3
 
 from protocol import codec, draws
 from protocol.chain import Delegation, Revocation, RunUpdate
-from protocol.records import DrawsOpened, DrawsRevealed, DropEvidence, JobDrawn, RelayStamp, ValidatorsPresent
+from protocol.records import (
+    DrawsOpened,
+    DrawsRevealed,
+    DropEvidence,
+    JobDrawn,
+    RelayStamp,
+    TieLapsed,
+    ValidatorsPresent,
+)
 
 SECRET = bytes(range(32))
 VALIDATORS = [bytes([i]) * 32 for i in range(1, 5)]
@@ -70,6 +78,7 @@ def test_the_vectors_of_the_specification_are_true() -> None:
         DrawsRevealed(3, secret),
         ValidatorsPresent((keys[0], keys[1])),
         JobDrawn(job, 17, keys[1], 1, 3, 0),
+        TieLapsed(17),
         DropEvidence(b"\x05" * 32, 900, 30, 45, 16.5, -0.125, 0.0625),
         RelayStamp(b"\x22" * 16, 7, b"\x09" * 32, 1800000000000),
         stolen,

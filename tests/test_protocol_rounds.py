@@ -19,6 +19,7 @@ from protocol.records import (
     RelayReport,
     RelayStamp,
     RoleGrant,
+    TieLapsed,
     UploadIntent,
     ValidatorsPresent,
     Verdict,
@@ -76,7 +77,12 @@ def say(chain, number, digest, round_, said):
         ([[A, R]], [PENDING, PENDING], 2),
         ([[A, I]], [PENDING, PENDING], 2),
         ([[A, R], [A, R]], [ACCEPTED, REJECTED], None),
-        ([[A, R], [A, A]], [ACCEPTED, UNDECIDED], None),
+        ([[A, R], [A, A]], [PENDING, PENDING], 3),
+        ([[A, R], [A, A], [A, A]], [ACCEPTED, ACCEPTED], None),
+        ([[A, R], [A, A], [A, R]], [ACCEPTED, REJECTED], None),
+        ([[R, R], [A, A], [A, A]], [ACCEPTED, ACCEPTED], None),
+        ([[R, R], [A, A], [R, A]], [REJECTED, ACCEPTED], None),
+        ([[A, R], [A, A], [R, I]], [ACCEPTED, UNDECIDED], None),
         ([[A, R], [A, I]], [PENDING, PENDING], 3),
         ([[A, R], [I, R]], [ACCEPTED, REJECTED], None),
         ([[A, R], [A, I], [A, R]], [ACCEPTED, REJECTED], None),
@@ -177,8 +183,87 @@ def test_property_a_submission_is_decided_or_somebody_must_act(jobs):
     for position, outcome in enumerate(outcomes):
         heard = {o: {v for v, s in jobs if s is not None and s[position] == o} for o in (A, R, I)}
         assert (outcome.status == REJECTED) == (len(heard[R]) >= 2), "two different validators, and only then"
-        assert outcome.status != ACCEPTED or (heard[A] and not heard[R])
+        assert (
+            outcome.status != ACCEPTED or (heard[A] and not heard[R]) or len(heard[A] - heard[R]) == 2 > len(heard[R])
+        )
         assert outcome.status in (ACCEPTED, REJECTED, UNDECIDED)
+
+
+def test_a_tie_is_inconclusive_at_once_when_nobody_else_is_there():
+    chain = opened()
+    chain.validators("val", "vic")
+    number, digest = submitted(chain)
+    say(chain, number, digest, 1, [A] * 4)
+    assert state_of(chain).submissions[number].outcomes[0].status == ACCEPTED
+    number, digest = submitted(chain, "bob")
+    say(chain, number, digest, 1, [R, I, A, A])
+    say(chain, number, digest, 2, [A, I, A, A])
+    state = state_of(chain)
+    assert decision.next_round(state.submissions[number]) == 3, "another rollout is open all the same"
+    assert state.submissions[number].tie_over and state.nodes[identity("bob").public].state == "probation"
+    chain.validators(*VALIDATORS)
+    say(chain, number, digest, 3, [A, A, A, A])
+    found = [o.status for o in state_of(chain).submissions[number].outcomes]
+    assert found == [ACCEPTED] * 4, "a third word that came for another reason counts too"
+
+
+@pytest.mark.parametrize("third", ["never drawn", "silent"])
+def test_a_tie_whose_third_validator_never_answers_is_given_up_and_not_before(third):
+    chain = opened()
+    number, digest = submitted(chain)
+    say(chain, number, digest, 1, [R] * 4)
+    assert state_of(chain).nodes[identity("ann").public].state == "paused"
+    say(chain, number, digest, 2, [A] * 4)
+    state = state_of(chain)
+    assert state.nodes[identity("ann").public].state == "probation", "contradicted: nobody is paused by one word"
+    assert decision.tied(state.submissions[number])
+    if third == "silent":
+        job = chain.job(number, "vin", 3)
+    chain.append("tie.lapsed", TieLapsed(number))
+    assert "may still be settled" in last_problem(chain)
+    chain.sink.time += decision.TIE_LEASES * chain.manifest.leases.lease_ms
+    if third == "never drawn":
+        chain.append("tie.lapsed", TieLapsed(number))
+        assert "never asked" in last_problem(chain)
+        chain.validators("val", "vic")
+    lapse = chain.append("tie.lapsed", TieLapsed(number))
+    state = fold(chain.sink.entries)
+    held = state.submissions[number]
+    assert {o.status for o in held.outcomes} == {UNDECIDED} and held.verdict_index == lapse
+    assert not state.periods[0].open_jobs and decision.next_round(held) is None
+    assert [node.outvoted for node in state.nodes.values()] == [0] * 6, "nobody can say who was wrong"
+    chain.append("tie.lapsed", TieLapsed(number))
+    assert "no such tie" in last_problem(chain)
+    if third == "silent":
+        chain.verdict(job, digest, "vin", [R] * 4, 3)
+        late = fold(chain.sink.entries)
+        assert 3 in late.submissions[number].verdicts, "kept for the audit"
+        assert late.submissions[number].outcomes == held.outcomes and late.nodes == state.nodes
+
+
+def test_only_ties_lapse():
+    chain = opened()
+    number, digest = submitted(chain)
+    say(chain, number, digest, 1, [R] * 4)
+    chain.sink.time += 10**9
+    for index in (number, 10**6):
+        chain.append("tie.lapsed", TieLapsed(index))
+        assert "no such tie" in last_problem(chain)
+
+
+def test_who_was_outvoted_is_counted():
+    chain = opened()
+    for said in ([[R] * 4, [A] * 4, [A] * 4], [[A, R, R, A], [A, A, A, I], [A, R, I, A]]):
+        number, digest = submitted(chain, "bob")
+        for round_, words in enumerate(said, start=1):
+            say(chain, number, digest, round_, words)
+    number, digest = submitted(chain)
+    for round_, words in enumerate(([A, A, R, R], [R, A, R, A]), start=1):
+        say(chain, number, digest, round_, words)
+    state = state_of(chain)
+    assert {who: state.nodes[identity(who).public].outvoted for who in VALIDATORS} == {"val": 4, "vic": 1, "vin": 0}
+    assert state.nodes[identity("bob").public].state == "suspended"
+    assert state.nodes[identity("ann").public].state == "suspended"
 
 
 def test_who_may_be_asked_once_more():

@@ -123,9 +123,9 @@ def test_a_first_rejection_only_pauses():
 
 def test_a_rejection_that_is_not_repeated_is_forgiven():
     chain = opened()
-    number, verdict = judged(chain, [A, R, A, A], second=[R, A, A, A])
+    number, verdict = judged(chain, [A, R, A, A], second=[R, A, A, A], third=[I, A, A, A])
     state = state_of(chain)
-    assert statuses(state, number) == [UNDECIDED, UNDECIDED, ACCEPTED, ACCEPTED]
+    assert statuses(state, number) == [UNDECIDED, ACCEPTED, ACCEPTED, ACCEPTED]
     assert state.submissions[number].verdict_index == verdict
     assert node(state, "ann").state == "probation" and node(state, "ann").reason == ""
 
@@ -158,6 +158,7 @@ def test_a_second_draw_ahead_of_time_is_waited_for():
     second = chain.job(number, "vic", 2)
     chain.verdict(job, digest, "val", [A] * 4)
     assert statuses(state_of(chain), number) == [PENDING] * 4
+    chain.validators("val", "vic")
     chain.verdict(second, digest, "vic", [A, A, I, R], 2)
     state = state_of(chain)
     assert statuses(state, number) == [ACCEPTED, ACCEPTED, ACCEPTED, UNDECIDED]
@@ -449,7 +450,7 @@ def test_property_what_is_refused_changes_nothing(commands):
 
 
 EVENTS = """run.opened run.updated draws.opened draws.revealed validators evidence.drop relay.accused
-incarnation grant node.joined policy lease lease.closed submission job verdict batch
+incarnation grant node.joined policy lease lease.closed submission job verdict tie.lapsed batch
 run.finished unheard-of"""
 events = st.sampled_from(EVENTS.split())
 

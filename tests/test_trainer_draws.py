@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,9 @@ from protocol import decision, draws
 from protocol.records import ACCEPT, INCONCLUSIVE, REJECT
 from tests.coordinator_desk import Desk
 from tests.scripted_swarm import actor_identity
+from trainer.picture import Picture
+from trainer.roster import rows
+from trainer.show import as_object
 
 
 def desk_with(tmp_path: Path, validators: int = 2, **overrides: object) -> Desk:
@@ -92,6 +97,88 @@ async def test_one_validator_alone_condemns_nobody_and_the_operator_is_told_what
     assert [job.round for job in desk.open_jobs(index)] == [2]
     await desk.judge(index, REJECT)
     assert desk.state.nodes[actor_identity("node").public].state == "suspended"
+    desk.close()
+
+
+@pytest.mark.parametrize(
+    ("third", "decided", "standing"), [(REJECT, "rejected", "suspended"), (ACCEPT, "accepted", "active")]
+)
+async def test_a_third_validator_settles_what_two_contradict_each_other_about(
+    tmp_path: Path, third: int, decided: str, standing: str
+) -> None:
+    desk = desk_with(tmp_path, validators=3, leases__probation_accepted=2)
+    index = desk.upload(desk.lease("node"))
+    one = await desk.judge(index, REJECT)
+    assert desk.state.nodes[actor_identity("node").public].state == "paused"
+    two = await desk.judge(index, ACCEPT)
+    assert desk.state.nodes[actor_identity("node").public].state == "probation", "one word against one holds up nobody"
+    assert desk.events()[-2:] == ["verdict", "job"], "drawn in the transaction of the verdict that made it necessary"
+    three = await desk.judge(index, third)
+    assert len({one.validator, two.validator, three.validator}) == 3
+    assert {outcome.status for outcome in desk.state.submissions[index].outcomes} == {decided}
+    assert desk.state.nodes[actor_identity("node").public].state == standing
+    wrong = two if third == REJECT else one
+    count = len(desk.state.submissions[index].outcomes)
+    shown = {
+        one["key"]: one["outvoted"] for one in as_object(picture_of(desk))["processes"] if one["role"] == "validator"
+    }
+    assert shown == {job.validator.hex(): count * (job is wrong) for job in (one, two, three)}
+    name = desk.state.nodes[wrong.validator].name
+    assert f"two validators contradict {name} on {count} rollouts of node" in desk.news()
+    assert any(f"outvoted on {count} rollouts by two other" in row.doing[0] for row in rows(picture_of(desk)))
+    assert desk.state.problems == [] and await desk.audit_draws() == []
+    desk.close()
+
+
+def picture_of(desk: Desk) -> Picture:
+    return Picture("x", status=desk.coordinator.status.picture("running"), now=time.time())
+
+
+async def test_a_validator_that_is_outvoted_again_and_again_shows_and_shields_nobody(tmp_path: Path) -> None:
+    desk = desk_with(tmp_path, validators=3, leases__probation_accepted=2)
+    friend = actor_identity("validator-0").public
+    outvoted = 0
+    for k in range(60):
+        if outvoted >= 6:
+            break
+        index = desk.upload(desk.lease(f"evil-{k}"))
+        judges = []
+        while desk.open_jobs(index):
+            judges.append(desk.open_jobs(index)[0].validator)
+            await desk.judge(index, ACCEPT if judges[-1] == friend else REJECT)
+        if judges != [friend]:
+            outvoted += len(desk.state.submissions[index].outcomes) * (friend in judges)
+        assert (desk.state.nodes[actor_identity(f"evil-{k}").public].state == "suspended") == (judges != [friend])
+    assert desk.state.nodes[friend].outvoted == outvoted >= 6
+    assert sum(node.outvoted for node in desk.state.nodes.values()) == outvoted, "nobody else is named"
+    desk.close()
+
+
+@pytest.mark.parametrize("third", ["absent", "vanished", "silent"])
+async def test_a_tie_that_nobody_settles_ends_and_nothing_hangs(tmp_path: Path, third: str) -> None:
+    desk = desk_with(tmp_path, validators=3, leases__lease_ms=200)
+    index = desk.upload(desk.lease("node"))
+    names = [f"validator-{i}" for i in range(3)]
+    one = await desk.judge(index, REJECT)
+    two = desk.open_jobs(index)[0]
+    (left,) = {actor_identity(name).public for name in names} - {one.validator, two.validator}
+    if third == "absent":
+        desk.here(desk.state.nodes[left].name, present=False)
+    await desk.judge(index, ACCEPT)
+    if third != "absent":
+        assert [job.validator for job in desk.open_jobs(index)] == [left]
+        if third == "vanished":
+            desk.here(desk.state.nodes[left].name, present=False)
+        desk.tick()
+        assert {outcome.status for outcome in desk.state.submissions[index].outcomes} == {"pending"}
+        await asyncio.sleep(decision.TIE_LEASES * 0.2 + 0.05)
+        desk.tick()
+        assert "tie.lapsed" in desk.events()
+    assert {outcome.status for outcome in desk.state.submissions[index].outcomes} == {"inconclusive"}
+    assert index not in desk.book.window.unjudged and "contradict each other" in desk.news()
+    assert desk.decide("node").kind == "issue", "its owner works on"
+    desk.judging.drawing.reveal_all()
+    assert desk.state.problems == [] and await desk.audit_draws() == []
     desk.close()
 
 

@@ -23,7 +23,7 @@ from protocol.control import Member
 from protocol.envelope import seal
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.files import write_atomic
-from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, Verdict, VerdictDetails
+from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, TieLapsed, Verdict, VerdictDetails
 from protocol.state import NodeState, SubmissionState
 from trainer import batches
 from trainer.book import Book
@@ -125,6 +125,27 @@ class Judging:
         number = decision.next_round(submission) or 0
         if number:
             self.drawing.draw(submission, number)
+        self._give_up_tie(submission)
+
+    def _give_up_tie(self, submission: SubmissionState) -> None:
+        """Two validators contradict each other, and no third one answered in time: nobody's word counts."""
+        if submission.tie_time is None or submission.tie_over or submission.index not in self.book.window.undecided:
+            return
+        since = max(state.index for state in submission.verdicts.values())
+        waited = self.book.now_ms() - submission.tie_time - self.book.window.outage_ms(since)
+        if waited < decision.TIE_LEASES * self.book.run.manifest.leases.lease_ms:
+            return
+        if decision.ROUNDS not in submission.jobs and decision.somebody_else(submission, self.book.state.present):
+            return  # drawn just now, or as soon as it can be
+        self.book.append("tie.lapsed", TieLapsed(submission.index))
+        owner = self.book.state.nodes[submission.owner]
+        self._tell_tie(owner)
+
+    def _tell_tie(self, owner: NodeState) -> None:
+        self.news.say_once(
+            f"two validators contradict each other about rollouts of {owner.name}, and no third one settled it: they "
+            "are not trained on. The operator must admit another validator to learn who is wrong"
+        )
 
     def _say_who_is_missing(self, waiting: int) -> None:
         """Tell the operator, once, that what waits cannot be drawn: only another validator helps."""
@@ -311,6 +332,7 @@ class Judging:
         """Append the verdict and what follows from it at once, so that both are durable or neither."""
         owner = self.book.state.nodes[submission.owner]
         before = owner.state
+        self.drawing.note_present()  # whether a third validator is there to settle a tie
         index = self.book.append("verdict", subject=raw).index
         self.drops.note(submission, index, details)
         counted = submission.verdicts[job.round].verdict
@@ -319,6 +341,7 @@ class Judging:
         if owner.state == "suspended" and before != "suspended":
             self.leasing.close_all_of(owner)
         self._tell(owner, before, rejected, len(counted.outcomes))
+        self._tell_outvoted(owner, submission)
         self.book.log.event(
             "verdict",
             node=owner.key,
@@ -331,6 +354,18 @@ class Judging:
             reason=rejected[0] if rejected else "",
             decided=submission.verdict_index is not None,
         )
+
+    def _tell_outvoted(self, owner: NodeState, submission: SubmissionState) -> None:
+        """One validator of three is wrong: its machine, or its owner. Only the operator can tell, and end its grant."""
+        if submission.verdict_index is None:
+            return
+        if submission.tie_over:
+            self._tell_tie(owner)
+        for key, rollouts in sorted(decision.outvoted(submission).items()):
+            so_far = self.book.state.nodes[key].outvoted
+            self.news.say(
+                f"two validators contradict {self._name(key)} on {rollouts} rollouts of {owner.name} ({so_far} so far)"
+            )
 
     def _tell(self, owner: NodeState, before: str, rejected: list[str], total: int) -> None:
         if owner.state == before and not rejected:

@@ -55,6 +55,8 @@ class Row:
     step: int | None = None
     accepted: int | None = None
     rejected: int | None = None
+    outvoted: int | None = None
+    """A validator's: rollouts of which two others found the opposite."""
     sent: int | None = None
     """Bytes: weights sent on (origin, relays), rollouts sent up (inference)."""
     quiet_s: float = 0.0
@@ -251,6 +253,7 @@ def _member(picture: Picture, node: Mapping[str, Any]) -> Row:
         step=int(node.get("step") or 0),
         accepted=int(node["accepted"]) if samples else None,
         rejected=int(node["rejected"]) if samples else None,
+        outvoted=int(node.get("outvoted") or 0) if role == "validator" else None,
         sent=_sent(picture, node),
         quiet_s=quiet,
         parent=str(node.get("parent") or ""),
@@ -269,6 +272,10 @@ def _activity(node: Mapping[str, Any]) -> tuple[str, ...]:
     """What it waits for, where the coordinator knows that it does; else what it last said it does."""
     waits = printable(str(node.get("waits_for") or ""))
     activity = printable(str(node.get("activity") or ""))
+    outvoted = int(node.get("outvoted") or 0)
+    if outvoted:  # whatever else it does: it is wrong, or two others are
+        told = f"outvoted on {outvoted} rollouts"
+        return f"{told} by two other validators: {activity or waits}", f"{told}; {activity or waits}", told, "outvoted"
     queue, took = int(node.get("open_jobs") or 0), node.get("verdict_s")
     if queue > 1 and activity.startswith("judging"):
         pace = f", {float(took):.1f} s each" if took is not None else ""

@@ -52,7 +52,20 @@ def new_picture(run_dir: Path) -> Picture:
 def as_object(picture: Picture) -> dict[str, Any]:
     """status.json with what the picture adds: `now`, `waiting_for`, and `processes`, a row each."""
     found = rows(picture)
-    keep = ("key", "name", "role", "health", "standing", "step", "accepted", "rejected", "sent", "quiet_s", "parent")
+    keep = (
+        "key",
+        "name",
+        "role",
+        "health",
+        "standing",
+        "step",
+        "accepted",
+        "rejected",
+        "outvoted",
+        "sent",
+        "quiet_s",
+        "parent",
+    )
     return {
         **picture.status,
         "now": doing(picture, found)[0],

@@ -9,7 +9,8 @@
                               last_seen_s (null: not heard since `began`), activity, done, waits_for, parent (hex key
                               of the relay it is told to pull from, or `origin`), bytes_up (of its submissions);
                               relays: bytes_sent (of weights, as they say); validators: open_jobs, verdict_s (mean
-                              seconds from a job's delivery to its verdict)
+                              seconds from a job's delivery to its verdict), outvoted (rollouts of which two others
+                              found the opposite)
     keys_end[]                keys in use whose delegation ends within a month, a sentence each
     rollouts, batches, leases_open, ledger_entries, ledger_problems, http_fallbacks, host_restarts, staleness_mean
     recent_events[]           time and text
@@ -155,7 +156,7 @@ class StatusWriter:
             return {}
         open_jobs = sum(job.validator == node.key for _, job in waiting.open_jobs(self.book.state, self.book.window))
         took = None if session is None or session.verdict_s is None else round(session.verdict_s, 3)
-        return {"open_jobs": open_jobs, "verdict_s": took}
+        return {"open_jobs": open_jobs, "verdict_s": took, "outvoted": node.outvoted}
 
     def _parent(self, node: NodeState) -> str:
         """Whom it is told to pull from first: a relay's key in hex, `origin`, or nobody yet."""

@@ -99,7 +99,7 @@ class Window:
             self._closed(entry.time)
         elif entry.event == "submission":
             self._submission(index)
-        elif entry.event in ("verdict", "batch", "policy", "evidence.drop", "run.updated"):
+        elif entry.event in ("verdict", "tie.lapsed", "batch", "policy", "evidence.drop", "run.updated"):
             if self.state.manifest is not None:
                 self.max_staleness = self.state.manifest.leases.max_staleness
             self.batches = len(self.state.batches)

@@ -29,6 +29,7 @@ from protocol.records import (
     RelayReport,
     RoleGrant,
     RunFinished,
+    TieLapsed,
     UploadIntent,
     ValidatorsPresent,
     Verdict,
@@ -113,6 +114,8 @@ def _describe(envelope: Envelope | None, record: object) -> str:
         case JobDrawn():
             again = f", draw {record.attempt + 1}" if record.attempt else ""
             return f"round {record.round} of submission {record.submission} to {_short(record.validator)}{again}"
+        case TieLapsed():
+            return f"submission {record.submission}: one ACCEPT, one REJECT, and no third validator settled it"
         case Verdict():
             return _verdict(record, who)
         case DropEvidence():
