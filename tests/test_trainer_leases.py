@@ -464,3 +464,96 @@ def test_property_any_order_of_events_reaches_the_last_step(seed: int, nodes: in
     live, rebuilt = bench.window.__dict__, again.window.__dict__
     assert {k: v for k, v in live.items() if k != "state"} == {k: v for k, v in rebuilt.items() if k != "state"}
     assert again.state == state
+
+
+# --- leases that are sat on ---------------------------------------------------------------------------------------
+
+
+def with_usual_returns(**changes) -> Bench:
+    """A run whose three nodes earned trust and return a lease in 10 ms each."""
+    rules = replace(make_manifest().leases, probation_accepted=2, **changes)
+    bench = Bench(nodes=3, leases=rules)
+    bench.chain.policy(0)
+    for name in bench.nodes * 4:
+        bench.accept(name)
+        while bench.close_batch():
+            bench.chain.policy(bench.window.batches)
+    assert {node.state for node in bench.state.nodes.values() if node.role == "inference"} == {"active"}
+    assert 0 < bench.window.usual_ms < 1_000
+    return bench
+
+
+def fill(bench: Bench, *names: str) -> list[Lease]:
+    held = []
+    for _ in range(8):
+        for name in names:
+            decision = bench.ask(name)
+            if decision.kind == "issue" and decision.lease is not None:
+                held.append(bench.write(name, decision.lease))
+    return held
+
+
+def test_leases_that_are_sat_on_stop_nobody_else() -> None:
+    bench = with_usual_returns()
+    held = fill(bench, "node-0", "node-1")
+    assert held and bench.ask("node-2").reason.startswith("enough rollouts are under way"), "they hold all the room"
+    bench.later_ms = leases.OVERDUE_MIN_MS + 1_000
+    assert bench.later_ms < bench.chain.manifest.leases.lease_ms / 10
+    assert bench.ask("node-2").kind == "issue", "nobody waits for them any longer"
+    for name in ("node-0", "node-1"):
+        decision = bench.ask(name)
+        assert decision.kind == "again" and decision.lease_id in {lease.lease_id for lease in held}, "no more of them"
+    bench.book.time += bench.later_ms
+    bench.later_ms = 0
+    bench.accept("node-2")
+    for lease in held:
+        bench.judge(bench.submit(lease))  # late, and honest: it counts like any other
+    assert (
+        bench.ask("node-0").kind in ("issue", "wait") and bench.state.nodes[identity("node-0").public].state == "active"
+    )
+    assert bench.close_batch(), "what came late can still be trained"
+
+
+def test_a_lease_is_not_overdue_before_anybody_knows_what_is_usual_nor_while_it_arrives() -> None:
+    bench = Bench(leases=replace(make_manifest().leases, probation_accepted=2))
+    bench.chain.policy(0)
+    bench.accept("node-0")
+    bench.take("node-0")
+    manifest = bench.chain.manifest
+    assert leases.overdue_ms(bench.window, manifest) == manifest.leases.lease_ms
+    assert not leases.overdue(bench.state, bench.window, bench.book.time + manifest.leases.lease_ms - 100)
+    bench = with_usual_returns()
+    lease = bench.take("node-0")
+    bench.later_ms = leases.OVERDUE_MIN_MS + 1_000
+    assert bench.ask("node-0").kind == "again"
+    assert bench.ask("node-0", uploading=frozenset({lease.lease_id})).kind == "issue", "its line is slow, not its owner"
+
+
+def test_the_usual_time_is_the_median_of_what_trusted_nodes_returned() -> None:
+    bench = with_usual_returns()
+    usual = bench.window.usual_ms
+    for _ in range(5):  # one node that sits on its leases moves it little
+        late = bench.take("node-0")
+        bench.book.time += 50_000
+        bench.judge(bench.submit(late))
+        while bench.close_batch():
+            bench.chain.policy(bench.window.batches)
+    assert bench.window.usual_ms <= 2 * usual
+    again = Window(2, RunState())
+    for entry in bench.book.entries:
+        again.state.apply(entry.index, entry)
+        again.observe(entry.index, entry)
+    assert (again.usual_ms, again.returns) == (bench.window.usual_ms, bench.window.returns), "the same after a restart"
+
+
+@pytest.mark.parametrize("stranger", ["takes it and sits", "never asks"])
+def test_a_stranger_can_not_idle_a_node_with_what_it_lost(stranger: str) -> None:
+    bench = with_usual_returns()
+    lost = bench.take("node-0")
+    bench.chain.close_lease(lost.lease_id, "failed: its engine died")
+    if stranger == "takes it and sits":
+        assert bench.take("node-1").nonce == lost.nonce
+    assert "being done again" in bench.ask("node-0").reason
+    bench.later_ms = leases.OVERDUE_MIN_MS + 1_000
+    decision = bench.ask("node-0")
+    assert decision.kind == "issue" and decision.lease is not None and decision.lease.nonce != lost.nonce

@@ -11,6 +11,11 @@ gains nothing. Who lost one gets nothing new until it came back from somebody el
 longer each time. All who never returned anything together hold a quarter of what may be under way, those of one address
 an eighth: keys are free, and would else hold all of it.
 
+A lease that is `overdue`, out for several times as long as leases usually take, is not waited for: it leaves the
+rollouts under way, its owner gets no second one beside it, and whoever lost the lease it repeats is not held back for
+it. It may come back all the same and counts again then. Else two keys that earned trust could hold everything until the
+last second of a lease, again and again, and be called honest.
+
 Not covered: signing and answering (`leasing`), batches (`batches`).
 """
 
@@ -46,6 +51,15 @@ ADDRESS_SHARE = 8
 """The same for the newcomers of one address: one machine with many fresh keys is half of the newcomers at most."""
 
 
+OVERDUE_TIMES = 4
+"""Median return times after which a lease is overdue: the slowest of thousands in a demo took 4.6 medians. Less lets
+more be leased than fits whenever machines differ, and rollouts go stale; more lets who sits on leases stop the others
+for longer."""
+
+OVERDUE_MIN_MS = 2_000
+"""And never sooner: a lease of a small model takes 0.2 s, and any machine pauses for a second."""
+
+
 @dataclass(frozen=True)
 class Bounds:
     """What the operator, not the manifest, decides about leases."""
@@ -73,35 +87,60 @@ def batch_rollouts(manifest: RunManifest) -> int:
     return manifest.leases.tasks_per_step * manifest.leases.samples_per_task
 
 
-def in_flight(window: Window, step: int | None = None) -> int:
+def overdue_ms(window: Window, manifest: RunManifest) -> int:
+    """How long a lease is out before nobody waits for it: several median return times, at most its duration."""
+    if not window.usual_ms:
+        return manifest.leases.lease_ms
+    return min(manifest.leases.lease_ms, max(OVERDUE_MIN_MS, OVERDUE_TIMES * window.usual_ms))
+
+
+def overdue(state: RunState, window: Window, now_ms: int) -> set[bytes]:
+    """Open leases that are out for longer; the time the coordinator was away does not count."""
+    assert state.manifest is not None
+    before = now_ms - overdue_ms(window, state.manifest)
+    found = set()
+    for lease_id in window.open:  # oldest first
+        held = state.leases[lease_id]
+        if held.time >= before:
+            break
+        if held.time + window.outage_ms(held.index) < before:
+            found.add(lease_id)
+    return found
+
+
+def in_flight(window: Window, step: int | None = None, late: Collection[bytes] = ()) -> int:
     """Rollouts that may still enter a batch: leased, being checked, or accepted and waiting (q times batch size).
 
     Args:
         step: count only those of this policy step or older: batches take the oldest first, so no others are before it.
+        late: open leases that are not waited for.
     """
     return sum(
         len(group.rollouts)
         for lease_id in window.live
+        if lease_id not in late
         for group in window.groups(lease_id)
         if group.status in ("open", "undecided", "accepted") and (step is None or group.step <= step)
     )
 
 
-def room(state: RunState, window: Window, manifest: RunManifest, step: int) -> int:
+def room(state: RunState, window: Window, manifest: RunManifest, step: int, late: Collection[bytes] = ()) -> int:
     """Rollouts of policy `step` that may still be leased: what fits before it is too old, and before the last step."""
     last = min(step + manifest.leases.max_staleness + 1, manifest.steps)
-    return (last - window.batches) * batch_rollouts(manifest) - in_flight(window, step)
+    return (last - window.batches) * batch_rollouts(manifest) - in_flight(window, step, late)
 
 
-def pacing(state: RunState, window: Window, manifest: RunManifest) -> str:
+def pacing(state: RunState, window: Window, manifest: RunManifest, late: Collection[bytes] = ()) -> str:
     """Why nobody gets a lease now; empty when leases flow."""
     if state.finished is not None:
         return "the run is finished"
     if state.newest_policy is None:
         return "no weights are published yet"
-    left = room(state, window, manifest, state.newest_policy.step)
+    left = room(state, window, manifest, state.newest_policy.step, late)
     # Less than one group of room would be overrun by the next one. It waits, unless the next batch needs it.
-    if left > 0 and (left >= manifest.leases.samples_per_task or in_flight(window) < batch_rollouts(manifest)):
+    if left > 0 and (
+        left >= manifest.leases.samples_per_task or in_flight(window, None, late) < batch_rollouts(manifest)
+    ):
         return ""
     if state.newest_policy.step + manifest.leases.max_staleness + 1 >= manifest.steps:
         return "enough rollouts are under way for the last step"
@@ -145,7 +184,9 @@ def decide(
         return Decision("wait", f"a second validator is checking this node's rollouts ({node.reason})")
     held = [state.leases[lease_id] for lease_id in node.open_leases]
     held.sort(key=lambda lease: lease.index)
-    limit = 1 if node.state == "probation" else bounds.open_leases
+    late = overdue(state, window, now_ms)
+    sits = not late.isdisjoint(node.open_leases - uploading)
+    limit = 1 if node.state == "probation" or sits else bounds.open_leases
     if len(held) >= limit:
         again = next((lease for lease in held if lease.lease_id not in uploading), None)
         if again is None:
@@ -156,7 +197,7 @@ def decide(
     wait_s = (node.lost_time + backoff_ms(node.unreturned) - now_ms) / 1000
     if wait_s > 0:
         return Decision("wait", f"its last {node.unreturned} leases brought nothing; the next one in {wait_s:.0f} s")
-    if is_held_back(state, window, node, present, now_ms):
+    if is_held_back(state, window, node, present, now_ms, late):
         return Decision("wait", "its last lease is being done again by another node")
     policy = state.newest_policy
     if policy is None:
@@ -165,12 +206,12 @@ def decide(
         crowd = _crowd(state, window, manifest, neighbours, census or Census.of(state, window))
         if crowd:
             return Decision("wait", crowd)
-    lease = reissue(state, window, node, capacity)
+    lease = reissue(state, window, node, capacity, late)
     if lease is None:
-        refusal = pacing(state, window, manifest)
+        refusal = pacing(state, window, manifest, late)
         if refusal:
             return Decision("wait", refusal)
-        size = _size(manifest, node, capacity, room(state, window, manifest, policy.step))
+        size = _size(manifest, node, capacity, room(state, window, manifest, policy.step, late))
         lease = _fresh(window, manifest, policy, size, secret)
     fixed = Lease(
         lease_id=keyed(secret, "lease", window.leases)[:16],
@@ -203,11 +244,19 @@ def backoff_ms(lost: int) -> int:
     return 0 if lost <= FREE_FAILURES else min(BACKOFF_MAX_MS, BACKOFF_MS << min(lost - FREE_FAILURES - 1, 20))
 
 
-def is_held_back(state: RunState, window: Window, node: NodeState, present: Collection[bytes], now_ms: int) -> bool:
+def is_held_back(
+    state: RunState,
+    window: Window,
+    node: NodeState,
+    present: Collection[bytes],
+    now_ms: int,
+    late: Collection[bytes] = (),
+) -> bool:
     """Whether this node has lost a lease that somebody else is doing again, or could do.
 
     Without this a node could look at a lease, give it up and take the next one until it likes what it sampled. It ends
-    when the lease came back, its policy is too old, or nobody took it for as long as a lease lasts.
+    when the lease came back, its policy is too old, whoever took it is overdue, or nobody took it for as long as it
+    takes to be overdue: a stranger that takes it and sits on it, or is there and never asks, idles nobody for long.
     """
     manifest = state.manifest
     assert manifest is not None
@@ -216,7 +265,12 @@ def is_held_back(state: RunState, window: Window, node: NodeState, present: Coll
             continue
         nonce = state.leases[lease_id].lease.nonce
         if nonce not in window.again:
-            return True  # somebody has it now
+            with_others = [one for one in window.open if state.leases[one].lease.nonce == nonce]
+            if not with_others or any(one not in late for one in with_others):
+                return True  # somebody has it now
+            continue
+        if now_ms >= lost.time + overdue_ms(window, manifest):
+            continue
         had = window.owners.get(nonce, set())
         if any(key not in had and state.nodes[key].state in ("active", "probation") for key in present):
             return True
@@ -286,7 +340,9 @@ def _fresh(window: Window, manifest: RunManifest, policy: PolicyState, size: tup
     )
 
 
-def reissue(state: RunState, window: Window, node: NodeState, capacity: int) -> Lease | None:
+def reissue(
+    state: RunState, window: Window, node: NodeState, capacity: int, late: Collection[bytes] = ()
+) -> Lease | None:
     """What this node takes over of the oldest lease that waits to be done again: fresh enough, no more than its own
     leases hold, and nothing it ever had itself. The rest goes to the next one who asks."""
     manifest = state.manifest
@@ -295,7 +351,7 @@ def reissue(state: RunState, window: Window, node: NodeState, capacity: int) -> 
     for nonce, waiting in window.again.items():
         lease = state.leases[waiting.lease_id].lease
         if lease.step not in rooms:
-            rooms[lease.step] = room(state, window, manifest, lease.step)
+            rooms[lease.step] = room(state, window, manifest, lease.step, late)
         if rooms[lease.step] <= 0 or node.key in window.owners.get(nonce, ()):
             continue
         tasks, samples = _size(manifest, node, capacity, rooms[lease.step])

@@ -9,12 +9,17 @@ Not covered: decisions (`leases`, `drawing`, `batches`), which read the state an
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from protocol.envelope import parse
 from protocol.records import Lease, LedgerEntry
 from protocol.state import ACCEPTED, PENDING, UNDECIDED, LeaseState, RunState, SubmissionState
+
+RETURNS, FEWEST_RETURNS = 63, 3
+"""Leases whose time to return is remembered, and how many make a median. More would let two keys sit on the first whole
+leases of a run before there is one; a shorter memory lets one node's stall move it, a longer one lags behind a run that
+changes its machines."""
 
 _NO_GROUPS = frozenset({"policy", "lease", "job", "validators", "draws.opened", "draws.revealed", "grant"})
 """Events that change the status of no group there is."""
@@ -79,6 +84,10 @@ class Window:
     a validator found in them is evidence all the same."""
     owners: dict[bytes, set[bytes]] = field(default_factory=dict)
     """Nonce -> keys that were ever given it, while it may be issued again."""
+    returns: deque[int] = field(default_factory=lambda: deque(maxlen=RETURNS))
+    """Milliseconds from lease to submission of the last leases that came back, first ones of strangers left out."""
+    usual_ms: int = 0
+    """Their median; 0 while too few came back."""
     next_task: int = 0
     leases: int = 0
     """Leases ever issued."""
@@ -148,6 +157,10 @@ class Window:
         self.undecided[index] = None
         self.unjudged[index] = None
         held = self.state.leases[submission.lease_id]
+        if self.state.nodes[held.owner].accepted:
+            self.returns.append(submission.time - held.time - self.outage_ms(held.index))
+            if len(self.returns) >= FEWEST_RETURNS:
+                self.usual_ms = sorted(self.returns)[len(self.returns) // 2]
         for lease_id in [i for i in self.lost if self.state.leases[i].lease.nonce == held.lease.nonce]:
             lost = self.lost[lease_id]
             if lost.owner != held.owner:
