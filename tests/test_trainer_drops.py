@@ -12,7 +12,7 @@ from protocol import codec
 from protocol.records import DropEvidence, Lease
 from tests.coordinator_desk import Desk
 from tests.scripted_swarm import actor_identity
-from trainer import leases
+from trainer import batches, leases
 from verifier.drops import drop_evidence
 
 
@@ -71,8 +71,8 @@ async def test_who_gives_up_bad_leases_is_suspended_by_evidence_that_follows_fro
     assert "leases it gave up" in desk.news() and "node is suspended" in desk.news()
     entries = [stored.entry() for stored in desk.book.ledger.entries()]
     (said,) = [codec.decode(DropEvidence, entry.body) for entry in entries if entry.event == "evidence.drop"]
-    desk.judging.drops._rewards.clear()  # as an auditor: from the files alone
-    assert drop_evidence(desk.state, node.key, desk.judging.drops.reward, said.upto) == said
+    desk.judging.drops._details.clear()  # as an auditor: from the files alone
+    assert drop_evidence(desk.state, node.key, desk.judging.drops.seen, said.upto) == said
     assert desk.state.problems == [] and not node.open_leases
     desk.close()
 
@@ -102,7 +102,7 @@ async def test_nobody_is_suspended_while_a_lease_it_lost_is_on_its_way_back(
     node = desk.state.nodes[actor_identity("node").public]
     lease = desk.lease("node")
     desk.lose(lease)
-    desk.judging.drops._due.add(node.key)
+    desk.judging.drops._due.setdefault(node.key, desk.book.window.batches)
     desk.judging.drops.monotonic = lambda: 1e9  # however long it took last
     assert not desk.judging.drops.run() and node.state == "active"
     again = desk.lease("other-0")
@@ -110,4 +110,114 @@ async def test_nobody_is_suspended_while_a_lease_it_lost_is_on_its_way_back(
     await run.answer(again)
     desk.tick()
     assert (node.state, node.reason) == ("suspended", "dropped-results")
+    desk.close()
+
+
+async def test_who_sits_on_what_was_lost_holds_the_test_up_no_longer_than_it_is_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Lossy(tmp_path, monkeypatch)
+    monkeypatch.setattr(trainer.drops, "DROP_LOG_E", 1e9)
+    for name in ("node", "other-0", "other-1"):
+        await run.answer(run.desk.lease(name))
+    for _ in range(60):
+        assert await run.round(chooses=True)
+    monkeypatch.undo()
+    desk = run.desk
+    drops, node = desk.judging.drops, desk.state.nodes[actor_identity("node").public]
+    desk.lose(desk.lease("node"))
+    held = desk.lease("other-0")  # an accomplice, who never returns it
+    assert desk.state.leases[held.lease_id].reissue_of is not None
+    drops.monotonic = lambda: 1e9
+    drops._due.setdefault(node.key, desk.book.window.batches)
+    assert not drops.run()
+    desk.book.window.batches += desk.book.window.max_staleness
+    assert not drops.run()
+    desk.book.window.batches += 1
+    assert drops.run() and (node.state, node.reason) == ("suspended", "dropped-results")
+    desk.close()
+
+
+async def test_who_returns_bad_leases_only_when_no_batch_can_take_them_is_suspended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is ever given up: each bad lease is held until it is too old, then sent, perfectly honest."""
+    monkeypatch.setattr(leases, "BACKOFF_MS", 0)
+    desk = Desk(
+        tmp_path / "run",
+        steps=120,
+        leases__tasks_per_step=8,
+        leases__tasks_per_lease=1,
+        leases__probation_accepted=2,
+    )
+    for i in range(2):
+        desk.join(f"validator-{i}", "validator")
+    desk.publish(0)
+    luck, chance = {}, random.Random(3)
+    held: list[Lease] = []
+
+    async def answer(lease: Lease) -> None:
+        index = desk.upload(lease)
+        while desk.open_jobs(index):
+            await desk.judge(index, reward=lambda _: worth(lease))
+
+    def worth(lease: Lease) -> float:
+        return luck.setdefault((lease.nonce, lease.tasks), chance.random())
+
+    def take(name: str) -> Lease | None:
+        return desk.lease(name) if desk.decide(name).kind == "issue" else None
+
+    names = ("evil", "slow", "bob", "cat", "dan")
+    for name in names:
+        for _ in range(2):
+            await answer(desk.lease(name))
+    evil, slow = (desk.state.nodes[actor_identity(name).public] for name in ("evil", "slow"))
+    while evil.state != "suspended":
+        window = desk.book.window
+        for lease in [one for one in held if one.step < window.batches - window.max_staleness]:
+            held.remove(lease)
+            await answer(lease)
+        for name in names:
+            lease = take(name)
+            if lease is None:
+                continue
+            if worth(lease) < 0.5 if name == "evil" else name == "slow" and chance.random() < 0.5:
+                held.append(lease)  # slow is late too, whatever the reward
+            else:
+                await answer(lease)
+        desk.judging.drops._not_before = 0.0
+        desk.tick()
+        groups = batches.choose(desk.state, window)
+        if groups and evil.state != "suspended":
+            step = window.batches
+            assert step < 110
+            desk.book.append("batch", batches.closed(step, 0, batches.entries_of(desk.state, groups), b"x"))
+            desk.publish(step + 1)
+    assert evil.reason == "dropped-results" and slow.state == "active"
+    assert desk.book.window.losses[slow.key] == 0 and desk.judging.drops._late[slow.key] > 5
+    assert desk.state.problems == []
+    counted = desk.judging.drops._late
+    await desk.book.commit()
+    desk.close()
+    desk.open()
+    assert desk.judging.drops._late == counted  # a restart knows them too
+    desk.close()
+
+
+async def test_a_reward_of_any_size_leaves_the_coordinator_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Lossy(tmp_path, monkeypatch)
+    for name in ("node", "other-0", "other-1"):
+        await run.answer(run.desk.lease(name))
+    for _ in range(6):
+        assert await run.round(chooses=True)
+    desk = run.desk
+    for verdict, (rewards, _) in desk.judging.drops._details.items():  # as an older release may have taken them in
+        for position in range(len(rewards)):
+            rewards[position] = 1.7e308 * (-1) ** (verdict % 2)
+    desk.judging.drops.monotonic = lambda: 1e9
+    desk.judging.drops._due.setdefault(actor_identity("node").public, 0)
+    desk.tick()
+    assert actor_identity("node").public not in desk.judging.drops._due
     desk.close()

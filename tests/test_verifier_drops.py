@@ -3,6 +3,7 @@
 Rewards are simulated as a run makes them: binary, alike within a task, climbing from 2% to 95% over the run.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -12,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.evidence import DROP_LOG_E
-from protocol.records import ACCEPT
-from protocol.state import fold
-from tests.ledger_builder import Chain, identity, make_manifest
-from verifier.drops import BLOCK, DropTest, LeaseOutcome, drop_evidence, drop_result, lease_outcomes
+from verifier.drops import BLOCK, GRID, DropTest, block_log_e, drop_result, log_most_likely
+from verifier.outcomes import LeaseOutcome
 
 
 def advantages(rng, runs, leases, others=6, tasks=4, samples=4):
@@ -29,12 +28,14 @@ def advantages(rng, runs, leases, others=6, tasks=4, samples=4):
     return rewards(runs) - rewards(runs, others).mean(1)
 
 
-def leases_until(x, lost):
+def leases_until(x, lost, tokens=None, longest=None, late=None):
     """How many leases until one key is condemned, looking after each; infinity when it never is."""
     test = DropTest()
-    for n, (value, gone) in enumerate(zip(x, lost, strict=True), start=1):
-        test.add(LeaseOutcome(bool(gone), float(value)))
-        if gone and test.result.condemns:
+    nothing = np.zeros(len(x), int)
+    rows = (x, lost, *(nothing if one is None else one for one in (tokens, longest, late)))
+    for n, (value, gone, total, most, slow) in enumerate(zip(*rows, strict=True), start=1):
+        test.add(LeaseOutcome(bool(gone), float(value), bool(slow), int(total), int(most)))
+        if (gone or slow) and value < 0 and test.result.condemns:
             return n
     return math.inf
 
@@ -69,15 +70,60 @@ def test_nor_in_long_runs_in_which_rewards_and_losses_drift_together(rate):
 
 @pytest.mark.parametrize(
     ("share", "median", "nine_of_ten"),
-    [(1.0, 60, 70), (0.5, 190, 260), (0.25, 700, 1000)],
+    [(1.0, 45, 60), (0.5, 190, 260), (0.25, 600, 800)],
     ids=["all", "half", "quarter"],
 )
 def test_who_drops_low_rewards_is_condemned_soon(share, median, nine_of_ten):
+    """At lengths that have nothing to do with the reward, which the test has to find out for itself."""
     rng = np.random.default_rng(3)
     x = advantages(rng, 60, 1200)
     lost = (x < 0) & (rng.random(x.shape) < share)
-    found = sorted(leases_until(*one) for one in zip(x, lost, strict=True))
+    tokens = rng.integers(200, 2000, x.shape)
+    found = sorted(leases_until(*one) for one in zip(x, lost, tokens, strict=True))
     assert found[30] <= median and found[54] <= nine_of_ten
+
+
+@pytest.mark.parametrize("by", ["total", "longest"])
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_an_honest_machine_that_dies_on_long_answers_is_not_condemned_where_wrong_ones_are_long(by, tasks):
+    """Wrong answers are three times as long as right ones, and the fifth of leases that takes longest is lost."""
+    rng, n = np.random.default_rng(7), 1000
+    climb = np.linspace(0.1, 0.7, n)
+    for _ in range(20):
+        right = rng.random((tasks, 8, n)) < rng.beta(2 * climb, 2 * (1 - climb), size=(tasks, 1, n))
+        tokens = rng.gamma(2, np.where(right, 20, 60)).astype(int) + 1
+        total, longest = tokens.sum((0, 1)), tokens.max((0, 1))
+        x = right.mean((0, 1)) - climb - rng.normal(0, 0.3 / math.sqrt(30 * tasks), n)
+        took = (total if by == "total" else longest) * rng.lognormal(0, 0.2, n)
+        lost = took > np.quantile(took, 0.8)
+        assert np.corrcoef(lost, x)[0, 1] < -0.05
+        assert leases_until(x, lost, total, longest) == math.inf
+
+
+def test_lengths_do_not_hide_who_drops_where_wrong_answers_are_a_little_longer():
+    rng = np.random.default_rng(8)
+    x = advantages(rng, 20, 400)
+    tokens = 1000 - 300 * x + rng.normal(0, 100, x.shape)
+    assert sorted(leases_until(*one) for one in zip(x, x < 0, tokens, strict=True))[18] <= 60
+
+
+@pytest.mark.parametrize("in_time", [0.0, 1.0, 0.7], ids=["never", "for the last batch", "now and then"])
+def test_who_sends_bad_leases_too_late_is_condemned(in_time):
+    """Too late for any batch, or so that only the last one could take it: either way the model learns from the rest."""
+    rng = np.random.default_rng(9)
+    x = advantages(rng, 20, 200)
+    late = (x < 0) & (rng.random(x.shape) < in_time)
+    found = [leases_until(a, (a < 0) & ~c, late=c) for a, c in zip(x, late, strict=True)]
+    assert max(found) <= 75
+
+
+def test_who_is_slow_whatever_the_reward_is_not():
+    rng = np.random.default_rng(10)
+    x = advantages(rng, 100, 400)
+    for slow in (rng.random(x.shape) < 0.5, np.arange(400) % 50 < np.arange(100)[:, None] % 50):
+        lost = slow & (rng.random(x.shape) < 0.3)
+        found = [leases_until(a, b, late=c) for a, b, c in zip(x, lost, slow & ~lost, strict=True)]
+        assert min(found) == math.inf
 
 
 def test_who_begins_late_is_condemned_too():
@@ -95,40 +141,63 @@ def test_dropping_high_rewards_is_no_gain_and_no_evidence():
     assert drop_result(LeaseOutcome(bool(v > 0), float(v)) for v in x).log_e == 0.0
 
 
-outcomes = st.lists(
-    st.builds(LeaseOutcome, st.booleans(), st.sampled_from([-0.5, -0.1, 0.0, 0.2, 0.7])), max_size=2 * BLOCK + 5
+leases = st.builds(
+    LeaseOutcome,
+    st.booleans(),
+    st.sampled_from([None, -0.5, -0.1, 0.0, 0.2, 0.7]),
+    st.booleans(),
+    st.sampled_from([5, 6, 9, 40]),
+    st.sampled_from([1, 2, 3]),
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(outcomes)
-def test_property_counts_add_up_and_leases_at_the_mean_say_nothing(found):
+@settings(max_examples=100, deadline=None)
+@given(st.lists(leases, max_size=2 * BLOCK + 5))
+def test_property_counts_add_up_and_the_number_is_finite(found):
     result = drop_result(found)
-    assert (result.lost, result.returned) == (sum(o.lost for o in found), sum(not o.lost for o in found))
+    assert result.lost + result.returned == len(found)
+    assert result.lost in (sum(o.lost for o in found), sum(o.lost or o.late for o in found))
     assert math.isfinite(result.log_e)
-    telling = [one for one in found if one.x]
-    neutral = [one for one in found if not one.x]
-    both = {one.lost for one in telling}
-    if both == {True, False} and result.lost_mean < result.returned_mean:
-        again = drop_result([*neutral, *telling])
-        assert again.log_e == pytest.approx(result.log_e)
     assert not result.condemns or (result.log_e >= DROP_LOG_E and result.lost_mean < result.returned_mean)
 
 
-def exact(counts, blocks=1):
-    """The e-value of one block written out with probabilities instead of logarithms."""
-    top = 1.0
-    for lost, returned in counts:
-        top *= math.gamma(lost + 0.5) * math.gamma(returned + 0.5) / math.pi / math.factorial(lost + returned)
-    lost, returned = (sum(cell[i] for cell in counts) for i in (0, 1))
-    n = lost + returned
-    bottom = (lost / n) ** lost * (returned / n) ** returned
-    return math.log(0.5 * top / bottom + 0.5)
+@settings(max_examples=200, deadline=None)
+@given(st.lists(leases, max_size=60), st.data())
+def test_property_whatever_stays_unknown_counts_for_the_key(found, data):
+    """Who keeps the reward of a lease from becoming known never raises the e-value, of either way to label it."""
+    known = [o if o.x is not None else replace(o, x=data.draw(st.sampled_from([-0.3, 0.0, 0.4]))) for o in found]
+    one, two = DropTest(), DropTest()
+    for outcome, truth in zip(found, known, strict=True):
+        one.add(outcome)
+        two.add(truth)
+    for a, b in ((one.strict, two.strict), (one.wide, two.wide)):
+        assert block_log_e(a.rows) <= block_log_e(b.rows) + 1e-9
+
+
+def exact(below, above):
+    """The e-value of one block of leases of equal length, with probabilities instead of logarithms."""
+    rates = [math.sin((2 * k + 1) * math.pi / (4 * GRID)) ** 2 for k in range(GRID)]
+    pairs = [(high, low) for low, high in itertools.combinations(rates, 2)]
+    (a, b), (c, d) = below, above
+    top = sum(high**a * (1 - high) ** b * low**c * (1 - low) ** d for high, low in pairs) / len(pairs)
+    rate = (a + c) / (a + b + c + d)
+    return math.log(0.5 * top / (rate ** (a + c) * (1 - rate) ** (b + d)) + 0.5)
 
 
 def test_the_number_is_the_formula():
     found = [LeaseOutcome(True, -0.2)] * 9 + [LeaseOutcome(False, -0.1)] * 2 + [LeaseOutcome(False, 0.3)] * 12
-    assert drop_result(found).log_e == pytest.approx(exact([(9, 2), (0, 12)]))
+    assert drop_result(found).log_e == pytest.approx(exact((9, 2), (0, 12)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([1.0, 2.0, 3.0, 4.0]), st.booleans()), min_size=1, max_size=12))
+def test_property_no_rising_rate_explains_the_losses_better(rows):
+    lengths, lost = [length for length, _ in rows], [gone for _, gone in rows]
+    best = log_most_likely(lengths, lost)
+    grid = [i / 10 for i in range(11)]
+    for rates in itertools.combinations_with_replacement(grid, 4):
+        chances = [rates[int(length) - 1] if gone else 1 - rates[int(length) - 1] for length, gone in rows]
+        assert math.prod(chances) <= math.exp(best) * (1 + 1e-9)
 
 
 def test_an_e_value_is_one_on_average_for_honest_keys():
@@ -138,101 +207,7 @@ def test_an_e_value_is_one_on_average_for_honest_keys():
     for _ in range(4000):
         test = DropTest()
         for below in rng.random(30) < 0.6:
-            test.add(LeaseOutcome(bool(rng.random() < 0.3), -0.2 if below else 0.1))
+            length = rng.integers(1, 100)
+            test.add(LeaseOutcome(bool(rng.random() < length / 100), -0.2 if below else 0.1, tokens=length))
         total += math.exp(test.result.log_e) if test.result.log_e else 0.0
     assert total / 4000 < 1.1
-
-
-# --- from the ledger ------------------------------------------------------------------------------------------------
-
-
-def run_of(lost_of, away=False):
-    """ann loses the leases that `lost_of` says, bob does them again; cat's rollouts are the others' mean.
-
-    Args:
-        away: the coordinator is away while each of them is open.
-    """
-    chain = Chain(make_manifest(leases=replace(make_manifest().leases, probation_accepted=1)))
-    chain.open()
-    for who in ("ann", "bob", "cat"):
-        chain.join(who, "inference")
-    chain.join("val", "validator")
-    chain.policy(0)
-    chain.ready("val")
-    rewards = {}
-
-    def done(who, reward, **more):
-        lease_id = chain.lease(who, **more)
-        number = chain.submit(lease_id)
-        chain.verdict(chain.job(number, "val"), chain.digest_of(lease_id), "val", [ACCEPT] * 4)
-        rewards[number] = reward
-        return number
-
-    for who in ("ann", "bob", "cat"):
-        done(who, 0.5)
-    for i in range(30):
-        reward = (0.1, 0.9)[i % 2]
-        lease_id = chain.lease("ann")
-        if lost_of(reward, i):
-            if away:
-                chain.append("incarnation")
-            chain.close_lease(lease_id, "failed: out of memory" if i % 4 else "expired")
-            done("bob", reward, nonce=chain.leases[lease_id].nonce, tasks=chain.leases[lease_id].tasks)
-        else:
-            number = chain.submit(lease_id)
-            chain.verdict(chain.job(number, "val"), chain.digest_of(lease_id), "val", [ACCEPT] * 4)
-            rewards[number] = reward
-    return chain, lambda number, rollout: rewards[number]
-
-
-def test_what_a_ledger_shows_condemns_the_one_who_drops():
-    chain, reward = run_of(lambda value, i: value < 0.5)
-    state = fold(chain.sink.entries)
-    assert state.problems == []
-    ann, bob = (identity(who).public for who in ("ann", "bob"))
-    found = drop_evidence(state, ann, reward, state.size)
-    assert (found.lost, found.returned) == (15, 15) and found.lost_mean < 0 < found.returned_mean
-    assert found.log_e > 12 and drop_evidence(state, bob, reward, state.size).log_e == 0.0
-    # the same number from a later state, and from the ledger only as far as it was
-    cut = fold(chain.sink.entries[: len(chain.sink.entries) // 2])
-    assert drop_evidence(cut, ann, reward, cut.size) == drop_evidence(state, ann, reward, cut.size)
-    assert cut.size < state.size and drop_evidence(cut, ann, reward, cut.size).log_e < found.log_e
-
-
-def test_a_lease_is_held_against_its_own_step_and_the_four_before():
-    chain = Chain(make_manifest(leases=replace(make_manifest().leases, probation_accepted=1, max_staleness=100)))
-    chain.open()
-    for who in ("ann", "bob"):
-        chain.join(who, "inference")
-    chain.join("val", "validator")
-    rewards = {}
-
-    def done(who, step, reward):
-        lease_id = chain.lease(who, step=step, root=bytes([step]) * 32)
-        number = chain.submit(lease_id)
-        chain.verdict(chain.job(number, "val"), chain.digest_of(lease_id), "val", [ACCEPT] * 4)
-        rewards[number] = reward
-
-    for step in range(7):
-        chain.policy(step, bytes([step]) * 32)
-        done("bob", step, step / 10)
-    done("ann", 5, 0.9)
-    done("bob", 5, 0.0)  # decided after ann's: her x stays what it was
-    state = fold(chain.sink.entries)
-    assert state.problems == []
-    (found,) = lease_outcomes(state, identity("ann").public, lambda number, rollout: rewards[number], state.size)
-    assert found.x == pytest.approx(0.9 - (0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
-
-
-def test_losses_that_are_nobodys_choice_are_left_out():
-    chain, reward = run_of(lambda value, i: value < 0.5)
-    entries = [
-        replace(e, body=e.body.replace(b"expired", b"ownersx").replace(b"failed:", b"closed:"))
-        for e in chain.sink.entries
-    ]
-    ann = identity("ann").public
-    assert {o.lost for o in lease_outcomes(fold(entries), ann, reward, len(entries))} == {False}
-    chain, reward = run_of(lambda value, i: value < 0.5, away=True)
-    state = fold(chain.sink.entries)
-    assert state.problems == [] and len(state.restarts) == 15
-    assert {o.lost for o in lease_outcomes(state, ann, reward, state.size)} == {False}

@@ -1,8 +1,9 @@
 """Runs the drop test while the run goes on: does a node keep back the leases that went badly? (`verifier.drops`)
 
-The rewards are those of the verdicts' details, as validators found them. A node that lost a lease is looked at again
-whenever something became known that could change its numbers; when they are beyond chance the evidence goes into the
-ledger, which suspends the key, and the audit computes the same numbers from the archive.
+The rewards and lengths are those of the verdicts' details, as validators found them. A node that lost a lease, or sent
+one too late, is looked at again whenever something became known that could change its numbers; when they are beyond
+chance the evidence goes into the ledger, which suspends the key, and the audit computes the same numbers from the
+archive.
 
 Not covered: the statistics, and doing lost leases again (`leases`), without which there would be nothing to compare.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,16 +24,17 @@ from trainer import batches
 from trainer.book import Book
 from trainer.news import News
 from verifier.drops import drop_evidence
+from verifier.outcomes import batches_left, closing_indices
 
 FEWEST_LOST = 4
-"""Lost leases before a node is tested at all: with fewer no evidence is strong enough, and honest runs cost nothing."""
+"""Lost or late leases before a node is tested at all: fewer are no evidence, and most honest runs cost nothing."""
 
 IDLE_SHARE = 50
 """The next test of any node comes no sooner than this many times what the last one took: 2% of one core at most,
 however long the run is. Later tests only find the same a little later."""
 
 MAX_REMEMBERED = 65_536
-"""Verdicts whose rewards are kept in memory, some 300 bytes each; older ones are read from the archive again."""
+"""Verdicts whose rewards are kept in memory, some 500 bytes each; older ones are read from the archive again."""
 
 
 @dataclass
@@ -44,55 +46,78 @@ class Drops:
     news: News
     suspend: Callable[[NodeState], None]
     monotonic: Callable[[], float] = time.monotonic
-    _rewards: OrderedDict[int, array[float]] = field(default_factory=OrderedDict)
-    """Ledger index of a verdict -> the reward of each rollout in its details."""
-    _due: set[bytes] = field(default_factory=set)
+    _details: OrderedDict[int, tuple[array[float], array[int]]] = field(default_factory=OrderedDict)
+    """Ledger index of a verdict -> reward, and number of tokens, of each rollout in its details."""
+    _late: Counter[bytes] = field(default_factory=Counter)
+    """Key -> leases it returned when at most the last batch could still take them."""
+    _due: dict[bytes, int] = field(default_factory=dict)
+    """Who is to be tested -> batches closed when that was found."""
     _not_before: float = 0.0
 
     def __post_init__(self) -> None:
-        self._due.update(self.book.window.losses)  # what became known before this start was maybe not looked at
+        state = self.book.state
+        closings = closing_indices(state)
+        for submission in state.submissions.values():
+            if submission.verdict_index is not None:
+                self._count_if_late(submission, closings)
+        # What became known before this start was maybe not looked at.
+        for key in [*self.book.window.losses, *self._late]:
+            self._due.setdefault(key, self.book.window.batches)
 
     def note(self, submission: SubmissionState, verdict: int, details: VerdictDetails) -> None:
-        """A verdict was entered: remember its rewards, and whose numbers they may change."""
+        """A verdict was entered: remember what it measured, and whose numbers it may change."""
         self._keep(verdict, details)
         if submission.verdict_index is None:
             return
-        nonce = self.book.state.leases[submission.lease_id].lease.nonce
-        self._due.update(self.book.window.owners.get(nonce, ()))
-        self._due.add(submission.owner)
+        state = self.book.state
+        if submission.verdict_index == verdict:
+            self._count_if_late(submission, closing_indices(state))
+        first = state.leases[submission.lease_id].reissue_of or submission.lease_id
+        for key in (submission.owner, state.leases[first].owner):
+            self._due.setdefault(key, self.book.window.batches)
 
-    def reward(self, submission: int, rollout: int) -> float | None:
-        """The reward of an accepted rollout, from the details of the verdict that accepted it."""
+    def seen(self, submission: int, rollout: int) -> tuple[float, int] | None:
+        """Reward and tokens of an accepted rollout, from the details of the verdict that accepted it."""
         verdict = self.book.state.submissions[submission].outcomes[rollout].verdict
         if verdict is None:
             return None
-        known = self._rewards.get(verdict)
+        known = self._details.get(verdict)
         if known is None:
             try:
                 known = self._keep(verdict, batches.read_details(self.book.state, self.files, submission, verdict))
             except LedgerError as exc:
                 self.news.say_once(f"the drop test goes on without one verdict: {exc}")
                 return None
-        return known[rollout] if rollout < len(known) else None
+        rewards, tokens = known
+        return (rewards[rollout], tokens[rollout]) if rollout < len(rewards) else None
 
     def run(self) -> bool:
         """Test who is due; True when evidence was entered. Costs nothing while nobody loses leases."""
-        losses, state = self.book.window.losses, self.book.state
-        self._due = {key for key in self._due if losses[key] >= FEWEST_LOST and state.nodes[key].state != "suspended"}
+        losses, state, window = self.book.window.losses, self.book.state, self.book.window
+        for key in list(self._due):
+            if losses[key] + self._late[key] < FEWEST_LOST or state.nodes[key].state == "suspended":
+                del self._due[key]
         # What a node lost last is about to be done again: by the time it is suspended, all it kept back is known.
-        ready = self._due - {lost.owner for lost in self.book.window.lost.values()}
+        # Whoever sits on a piece of it holds the test up for no longer than such a piece could be of use to a batch.
+        held_up = {lost.owner for lost in window.lost.values()}
+        patience = window.max_staleness
+        ready = [key for key, since in self._due.items() if key not in held_up or window.batches - since > patience]
         if not ready or self.monotonic() < self._not_before or state.finished is not None:
             return False
         begun, found = self.monotonic(), False
         for key in sorted(ready):
             found = self._test(state.nodes[key]) or found
-        self._due -= ready
+            del self._due[key]
         done = self.monotonic()
         self._not_before = done + IDLE_SHARE * (done - begun)
         return found
 
+    def _count_if_late(self, submission: SubmissionState, closings: list[int]) -> None:
+        lease = self.book.state.leases[submission.lease_id]
+        self._late[submission.owner] += batches_left(self.book.state, lease, submission.index, closings) <= 1
+
     def _test(self, node: NodeState) -> bool:
-        evidence = drop_evidence(self.book.state, node.key, self.reward, self.book.ledger.size)
+        evidence = drop_evidence(self.book.state, node.key, self.seen, self.book.ledger.size)
         if evidence.log_e < DROP_LOG_E or evidence.lost_mean >= evidence.returned_mean:
             return False
         self.book.append("evidence.drop", evidence)
@@ -100,18 +125,20 @@ class Drops:
         self.news.say(f"{node.name} is suspended: {in_words(evidence)} (dropped-results)")
         return True
 
-    def _keep(self, verdict: int, details: VerdictDetails) -> array[float]:
+    def _keep(self, verdict: int, details: VerdictDetails) -> tuple[array[float], array[int]]:
         rewards = array("d", (rollout.reward for rollout in details.rollouts))
-        self._rewards[verdict] = rewards
-        while len(self._rewards) > MAX_REMEMBERED:
-            self._rewards.popitem(last=False)
-        return rewards
+        tokens = array("I", (len(rollout.logprobs) // 4 for rollout in details.rollouts))
+        self._details[verdict] = rewards, tokens
+        while len(self._details) > MAX_REMEMBERED:
+            self._details.popitem(last=False)
+        return rewards, tokens
 
 
 def in_words(evidence: DropEvidence) -> str:
     """What the numbers say, for people."""
     return (
-        f"the {evidence.lost} leases it gave up, done again by others, brought {evidence.lost_mean:+.2f} against the "
-        f"others' average, the {evidence.returned} it returned {evidence.returned_mean:+.2f}; by chance that happens "
-        f"less than once in {10 ** min(18, int(evidence.log_e / 2.302585)):,} honest nodes"
+        f"of the {evidence.lost} leases it gave up or sent too late, those that are known brought "
+        f"{evidence.lost_mean:+.2f} against the others' average, of the {evidence.returned} it returned "
+        f"{evidence.returned_mean:+.2f}; by chance, and for leases of equal length, that happens less than once in "
+        f"{10 ** min(18, int(evidence.log_e / 2.302585)):,} honest nodes"
     )

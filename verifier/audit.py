@@ -153,7 +153,7 @@ class Auditor:
         self._damaged: set[str] = set()
         self._policy: PolicyModel | None = None
         self._environments: dict[bytes, Environment | None] = {}
-        self._rewards = functools.lru_cache(maxsize=4096)(self._read_rewards)
+        self._details = functools.lru_cache(maxsize=4096)(self._read_details)
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Auditor:
         """Compute again every number that suspended a key for keeping results back."""
         for index, said in self.archive.facts.drops.items():
             try:
-                ours = drop_evidence(state, said.key, functools.partial(self._reward, state), said.upto)
+                ours = drop_evidence(state, said.key, functools.partial(self._seen, state), said.upto)
             except (ProtocolError, OSError) as exc:
                 self.report.unchecked.append((f"ledger/{index}", f"rests on rewards that can't be read: {exc}"))
                 continue
@@ -381,14 +381,17 @@ class Auditor:
                     f"{ours.returned}, {ours.log_e:.4g}",
                 )
 
-    def _reward(self, state: RunState, submission: int, rollout: int) -> float | None:
+    def _seen(self, state: RunState, submission: int, rollout: int) -> tuple[float, int] | None:
+        """(reward, sampled tokens) of an accepted rollout."""
         index = state.submissions[submission].outcomes[rollout].verdict
-        rewards = self._rewards(index) if index is not None else ()
-        return rewards[rollout] if rollout < len(rewards) else None
+        known = self._details(index) if index is not None else ()
+        return known[rollout] if rollout < len(known) else None
 
-    def _read_rewards(self, index: int) -> tuple[float, ...]:
+    def _read_details(self, index: int) -> tuple[tuple[float, int], ...]:
         fact = self.archive.facts.verdicts.get(index)
-        return tuple(one.reward for one in self.archive.details(fact).rollouts) if fact is not None else ()
+        if fact is None:
+            return ()
+        return tuple((one.reward, len(one.logprobs) // 4) for one in self.archive.details(fact).rollouts)
 
     # --- prompts ------------------------------------------------------------------------------------------------
 

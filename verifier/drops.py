@@ -2,62 +2,58 @@
 
 Only what comes back can be checked, so whoever gives up the leases that went wrong and returns the rest would teach the
 model from a sample of its own choice. But a lost lease is done again by another node under the same seeds: its reward
-is known after all. For each lease of one key whose reward is known:
+is known after all. For each fresh lease of one key (`outcomes`):
 
-    label   lost (given up, or expired) or returned
-    x       its mean verified reward, less the mean over all other nodes' accepted rollouts of the same policy step and
-            the four before it
-    cell    x below or above 0; exactly 0 says nothing and is left out
+    label   lost (given up, expired, too late for any batch) or returned
+    cell    its reward below the others' mean, or not
+    length  sampled tokens, of the whole lease and of its longest rollout
 
-Honest losses have nothing to do with the reward: the label is independent of the cell. The e-value of a block of leases
-is the likelihood of its labels when each cell has a rate of its own (Krichevsky-Trofimov mixture), over the largest
-likelihood with one rate for both. It is at most 1 in expectation for honest keys, whatever their rate, and so are
-products over blocks: the chance that it ever reaches 1/a is at most a (Ville's inequality), however often one looks.
-It is a universal-inference e-value (Wasserman, Ramdas, Balakrishnan, "Universal inference", PNAS 2020).
+Honest losses may depend on the length, as on any machine that runs out of time or memory, but at equal length not on
+the reward: P(lost) = p(length), with any p that does not fall as leases get longer. The e-value of a block of leases is
+the likelihood of its labels when losses depend on the cell and are more likely below (a mixture over a grid), over the
+largest likelihood under any such p (isotonic regression). It is at most 1 in expectation for honest keys, and so are
+products over blocks: the chance that it ever reaches 1/a is at most a (Ville's inequality), however often one looks. It
+is a universal-inference e-value (Wasserman, Ramdas, Balakrishnan, "Universal inference", PNAS 2020). That it is the
+total or the longest rollout that matters is up to the machine: the smaller of the two e-values counts.
+
+What is not known yet is read in the key's favour: an unknown lost lease did well and was longer than any other, an
+unknown returned one did badly and was shorter. Whatever it turns out to be, the e-value can only rise: none of the
+choices others have (what of it comes back, when, in which pieces) takes it above that of the truth.
+
+A lease that came when only the last batch could take it was maybe not trained on; the test is run with those as
+returned and with those as lost, and the mean of two e-values is one.
 
 Blocks of 128 leases, because an honest key's rate of losses and the run's rewards both drift: a node that was flaky
 while rewards were low looks like one that drops low rewards when everything is pooled (log e 33 for an honest key, in
 simulation). Inside a block there is little drift, and each block has its own rate. A key may turn late, so the product
 is begun anew at every block, with weights that sum to one.
 
-No torch, no clock, no files: coordinator and audit call the same functions and get the same numbers.
-
-Not covered: reasons for losses that do depend on the reward in honest machines (an engine that dies on long answers):
-such a key is suspended too, and `verifier explain dropped-results` says so. Several keys of one owner are tested apart.
+Not covered: what became of the leases (`outcomes`); several keys of one owner, which are tested apart; a key that gives
+up what is long where long means wrong, which can't be told from a machine that dies on long answers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protocol.evidence import DROP_LOG_E
 from protocol.records import DropEvidence
-from protocol.state import ACCEPTED, LeaseState, RunState, SubmissionState
+from protocol.state import RunState
+from verifier.outcomes import LeaseOutcome, Seen, lease_outcomes
 
 BLOCK = 128
 """Leases that share one rate of losses. Longer blocks mistake drift for a choice, shorter ones cost power: each pays
 for learning its rates anew."""
 
-BASELINE_STEPS = 4
-"""Policy steps before a lease's own that its baseline covers too. One step has a few leases, whose noise would hide
-most of what a key does; later steps would enter only for lost leases, which become known later, and bias them down."""
+GRID = 12
+"""Rates of the mixture: sin^2((2k + 1) pi / 4 GRID), k = 0 .. GRID - 1, every pair of a higher one below the mean and a
+lower one above weighted alike. A finer grid costs more to search than it wins."""
 
-Reward = Callable[[int, int], float | None]
-"""(submission's ledger index, rollout) -> the reward its accepting verdict's details hold, None when they can't be
-read."""
-
-
-@dataclass(frozen=True)
-class LeaseOutcome:
-    """One lease of the key under test whose reward is known."""
-
-    lost: bool
-    x: float
-    """Mean reward, less the mean of the others at about the same policy step."""
-    index: int = 0
-    """Ledger index of the verdict that made it known; outcomes are taken in this order."""
+_RATES = [math.sin((2 * k + 1) * math.pi / (4 * GRID)) ** 2 for k in range(GRID)]
+_LOGS = [(math.log1p(-rate), math.log(rate)) for rate in _RATES]
+"""Logarithm of the chance of [returned, lost]."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,7 @@ class DropResult:
     log_e: float
     """Natural logarithm of the e-value; 0 unless the lost ones did worse."""
     lost_mean: float
+    """Mean x of those of which it is known."""
     returned_mean: float
 
     @property
@@ -75,162 +72,158 @@ class DropResult:
         return self.log_e >= DROP_LOG_E and self.lost_mean < self.returned_mean
 
 
-@dataclass
-class DropTest:
-    """The running test of one key: `add` each lease in order, read `result` whenever you like."""
+@dataclass(frozen=True)
+class _Row:
+    """One lease as one test reads it, unknowns in the key's favour."""
 
-    counts: list[list[int]] = field(default_factory=lambda: [[0, 0], [0, 0]])
-    """[cell below 0, above 0][returned, lost] of the block under way."""
+    lost: bool
+    below: bool
+    tokens: float
+    longest: float
+
+    @staticmethod
+    def of(outcome: LeaseOutcome, lost: bool) -> _Row:
+        if outcome.x is None:
+            extreme = math.inf if lost else -math.inf
+            return _Row(lost, not lost, extreme, extreme)
+        return _Row(lost, outcome.x < 0, outcome.tokens, outcome.longest)
+
+
+@dataclass
+class _Process:
+    """Products of block e-values, under one way to label leases."""
+
+    rows: list[_Row] = field(default_factory=list)
+    """Of the block under way."""
     blocks: int = 0
     """Whole blocks behind it."""
     begun: float = -math.inf
     """Logarithm of the weighted sum of the products begun at an earlier block, whole blocks only."""
+    leases: list[int] = field(default_factory=lambda: [0, 0])
+    """[returned, lost]."""
+    known: list[int] = field(default_factory=lambda: [0, 0])
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    numbers: list[int] = field(default_factory=lambda: [0, 0])
-    """Sum of x and number of leases, [returned, lost]."""
+    """Number of those whose x is known, and the sum of it."""
 
-    def add(self, outcome: LeaseOutcome) -> None:
-        self.sums[outcome.lost] += outcome.x
-        self.numbers[outcome.lost] += 1
-        if outcome.x == 0.0:
-            return
-        self.counts[outcome.x > 0][outcome.lost] += 1
-        if sum(map(sum, self.counts)) == BLOCK:
-            self.begun = self._log_sum() + _block_log_e(self.counts)
+    def add(self, outcome: LeaseOutcome, lost: bool) -> None:
+        self.leases[lost] += 1
+        if outcome.x is not None:
+            self.known[lost] += 1
+            self.sums[lost] += outcome.x
+        self.rows.append(_Row.of(outcome, lost))
+        if len(self.rows) == BLOCK:
+            self.begun = self._log_sum() + block_log_e(self.rows)
             self.blocks += 1
-            self.counts = [[0, 0], [0, 0]]
+            self.rows = []
 
     @property
-    def result(self) -> DropResult:
-        returned, lost = (total / max(1, n) for total, n in zip(self.sums, self.numbers, strict=True))
-        worse = bool(self.numbers[0] and self.numbers[1]) and lost < returned
+    def means(self) -> tuple[float, float]:
+        """Mean x of the lost, and of the returned."""
+        returned, lost = (total / max(1, n) for total, n in zip(self.sums, self.known, strict=True))
+        return lost, returned
+
+    @property
+    def log_e(self) -> float:
+        """Minus infinity unless the lost ones did worse."""
+        lost, returned = self.means
+        if not all(self.known) or lost >= returned:
+            return -math.inf
         # Weight that no product has been given yet stays at 1: it is as if those began later.
         late = math.log(1.0 / (self.blocks + 2))
-        log_e = _log_add(self._log_sum() + _block_log_e(self.counts), late) if worse else 0.0
-        return DropResult(self.numbers[1], self.numbers[0], log_e, lost, returned)
+        return _log_add(self._log_sum() + block_log_e(self.rows), late)
 
     def _log_sum(self) -> float:
         """Products begun so far, with the one that begins at this block: weight 1 / ((b + 1)(b + 2)) at block b."""
         return _log_add(self.begun, -math.log((self.blocks + 1) * (self.blocks + 2)))
 
 
-def _log_add(one: float, two: float) -> float:
-    high, low = max(one, two), min(one, two)
-    return high + math.log1p(math.exp(low - high)) if low > -math.inf else high
+@dataclass
+class DropTest:
+    """The running test of one key: `add` each lease in order, read `result` whenever you like."""
 
+    strict: _Process = field(default_factory=_Process)
+    """Late leases are returned ones."""
+    wide: _Process = field(default_factory=_Process)
+    """Late leases are lost ones."""
+    alike: bool = True
+    """No lease was late so far."""
 
-def _block_log_e(counts: Sequence[Sequence[int]]) -> float:
-    """Labels given the cell, against labels that do not care for the cell."""
-    returned, lost = (counts[0][label] + counts[1][label] for label in (0, 1))
-    return sum(_log_kt(*cell) for cell in counts) - _log_most_likely(returned, lost)
+    def add(self, outcome: LeaseOutcome) -> None:
+        self.alike = self.alike and not outcome.late
+        self.strict.add(outcome, outcome.lost)
+        self.wide.add(outcome, outcome.lost or outcome.late)
 
-
-def _log_kt(a: int, b: int) -> float:
-    """Logarithm of the Krichevsky-Trofimov mixture's probability of one sequence with these two counts."""
-    return math.lgamma(a + 0.5) + math.lgamma(b + 0.5) - math.log(math.pi) - math.lgamma(a + b + 1)
-
-
-def _log_most_likely(a: int, b: int) -> float:
-    return sum(n * math.log(n / (a + b)) for n in (a, b) if n)
+    @property
+    def result(self) -> DropResult:
+        """Counts and means are those of the labels that say more."""
+        strict = self.strict.log_e
+        wide = strict if self.alike else self.wide.log_e
+        told = self.wide if wide > strict else self.strict
+        log_e = _log_add(strict, wide) - math.log(2.0) if max(strict, wide) > -math.inf else 0.0
+        return DropResult(told.leases[1], told.leases[0], log_e, *told.means)
 
 
 def drop_result(outcomes: Iterable[LeaseOutcome]) -> DropResult:
-    """The test over leases in the order their rewards became known."""
+    """The test over leases in the order in which their fates came."""
     test = DropTest()
     for outcome in outcomes:
         test.add(outcome)
     return test.result
 
 
-def drop_evidence(state: RunState, key: bytes, reward: Reward, upto: int) -> DropEvidence:
+def drop_evidence(state: RunState, key: bytes, seen: Seen, upto: int) -> DropEvidence:
     """The test of one key over what the ledger held below entry `upto`; the same from every later state."""
-    found = drop_result(lease_outcomes(state, key, reward, upto))
+    found = drop_result(lease_outcomes(state, key, seen, upto))
     return DropEvidence(key, upto, found.lost, found.returned, found.log_e, found.lost_mean, found.returned_mean)
 
 
-# --- from the ledger ------------------------------------------------------------------------------------------------
+# --- one block ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Decided:
-    """The accepted rollouts of one decided submission."""
+def block_log_e(rows: list[_Row]) -> float:
+    """Labels that depend on the cell, against labels that depend on the length alone."""
+    if not rows:
+        return 0.0
+    counts = [[0, 0], [0, 0]]
+    for row in rows:
+        counts[row.below][row.lost] += 1
+    lengths = ([row.tokens for row in rows], [row.longest for row in rows])
+    lost = [row.lost for row in rows]
+    return _log_mixture(counts) - max(log_most_likely(one, lost) for one in lengths)
 
-    index: int
-    """Of the deciding verdict."""
-    owner: bytes
-    total: float
-    count: int
 
+def _log_mixture(counts: list[list[int]]) -> float:
+    """Logarithm of the mean likelihood over all pairs of rates of which the one below the mean is higher.
 
-def lease_outcomes(state: RunState, key: bytes, reward: Reward, upto: int) -> list[LeaseOutcome]:
-    """Every lease of `key` that was returned or lost and whose reward was known below entry `upto`, in that order.
-
-    A lost lease's reward is that of the first re-issue, by another key, that was decided with an accepted rollout.
-    Leases that were open while the coordinator was away, or closed because their owner was suspended, are left out.
+    Args:
+        counts: [not below, below][returned, lost].
     """
-    own = [lease for lease in state.leases.values() if lease.owner == key]
-    nonces = {lease.lease.nonce for lease in own}
-    steps = {step for lease in own for step in _baseline(lease)}
-    again: dict[bytes, list[LeaseState]] = {}
-    for lease in state.leases.values():
-        if lease.lease.nonce in nonces and lease.owner != key:
-            again.setdefault(lease.lease.nonce, []).append(lease)
-    decided: dict[bytes, _Decided] = {}
-    by_step: dict[tuple[int, int], list[_Decided]] = {}
-    for submission in state.submissions.values():
-        lease = state.leases[submission.lease_id]
-        step = (lease.lease.epoch, lease.lease.step)
-        found = _read(submission, reward, upto) if step in steps else None
-        if found is not None:
-            decided[submission.lease_id] = found
-            by_step.setdefault(step, []).append(found)
-    out = []
-    for lease in own:
-        if lease.status == "submitted":
-            found = decided.get(lease.lease_id)
-        elif _counts_as_lost(state, lease, upto):
-            candidates = [decided[one.lease_id] for one in again.get(lease.lease.nonce, ()) if one.lease_id in decided]
-            found = min((one for one in candidates if one.index > lease.index), key=lambda d: d.index, default=None)
-        else:
-            found = None
-        if found is None:
-            continue
-        others = [
-            one
-            for step in _baseline(lease)
-            for one in by_step.get(step, ())
-            if one.owner != key and one is not found and one.index <= found.index
-        ]
-        rollouts = sum(one.count for one in others)
-        if rollouts:
-            x = found.total / found.count - sum(one.total for one in others) / rollouts
-            out.append(LeaseOutcome(lease.status == "closed", x, found.index))
-    return sorted(out, key=lambda outcome: outcome.index)
+    above, below = (
+        [returned * log_returned + lost * log_lost for log_returned, log_lost in _LOGS] for returned, lost in counts
+    )
+    terms = [below[high] + above[low] for high in range(GRID) for low in range(high)]
+    top = max(terms)
+    return top + math.log(math.fsum(math.exp(term - top) for term in terms) / len(terms))
 
 
-def _baseline(lease: LeaseState) -> list[tuple[int, int]]:
-    """(epoch, step) of the policies whose rollouts a lease is held against."""
-    step = lease.lease.step
-    return [(lease.lease.epoch, one) for one in range(max(0, step - BASELINE_STEPS), step + 1)]
+def log_most_likely(lengths: list[float], lost: list[bool]) -> float:
+    """Logarithm of the largest likelihood when the rate of losses is a function of the length that never falls: pool
+    adjacent violators (Ayer et al., 1955)."""
+    groups: dict[float, list[int]] = {}
+    for length, label in zip(lengths, lost, strict=True):
+        group = groups.setdefault(length, [0, 0])
+        group[0] += label
+        group[1] += 1
+    pools: list[list[int]] = []
+    for length in sorted(groups):
+        gone, total = groups[length]
+        while pools and pools[-1][0] * total >= gone * pools[-1][1]:
+            before = pools.pop()
+            gone, total = gone + before[0], total + before[1]
+        pools.append([gone, total])
+    return math.fsum(n * math.log(n / total) for gone, total in pools for n in (gone, total - gone) if n)
 
 
-def _counts_as_lost(state: RunState, lease: LeaseState, upto: int) -> bool:
-    if lease.status != "closed" or lease.closed_index is None or lease.closed_index >= upto:
-        return False
-    if not lease.reason.startswith(("expired", "failed")):
-        return False
-    return not any(lease.index < restart < lease.closed_index for restart in state.restarts)
-
-
-def _read(submission: SubmissionState, reward: Reward, upto: int) -> _Decided | None:
-    if submission.verdict_index is None or submission.verdict_index >= upto:
-        return None
-    rewards = [
-        reward(submission.index, position)
-        for position, outcome in enumerate(submission.outcomes)
-        if outcome.status == ACCEPTED
-    ]
-    known = [value for value in rewards if value is not None]
-    if not known or len(known) < len(rewards):
-        return None
-    return _Decided(submission.verdict_index, submission.owner, math.fsum(known), len(known))
+def _log_add(one: float, two: float) -> float:
+    high, low = max(one, two), min(one, two)
+    return high + math.log1p(math.exp(low - high)) if low > -math.inf else high
