@@ -470,9 +470,9 @@ class RelayReport:
 @record(8 * KIB)
 @dataclass(frozen=True)
 class DropEvidence:
-    """Leases that a key gave up hold worse rewards than those it returned, far beyond chance.
+    """Leases that a key gave up or sent too late hold worse rewards than those it returned, far beyond chance.
 
-    The rewards of given-up leases are known because each was leased again under the same nonce. Everybody with the
+    The rewards of given-up leases are known as far as they were done again under the same nonce. Everybody with the
     archive can compute these numbers again from what the ledger held up to `upto`.
     """
 
@@ -482,9 +482,9 @@ class DropEvidence:
     lost: U32
     returned: U32
     log_e: Float
-    """Natural logarithm of the e-value against "giving up is independent of the reward"."""
+    """Natural logarithm of the e-value against "at equal length, giving up is independent of the reward"."""
     lost_mean: Float
-    """Mean reward of the given-up leases, less the mean of their policy step."""
+    """Mean reward of the given-up leases that are known, less what others had brought at about their policy step."""
     returned_mean: Float
 
 

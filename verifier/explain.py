@@ -247,12 +247,15 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
     ),
     # evidence about a member
     ReasonCode.DROPPED_RESULTS: Explanation(
-        "The leases this key gave up hold clearly worse rewards than those it returned: it kept back what did badly.",
-        "Every lost lease was done again by another node under the same seeds, so its rewards are known. The chance "
-        "that a node which loses leases for other reasons looks like this is below one in ten million, however often "
-        "one looks. Everybody with the archive can compute the number again.",
-        "Return what was leased whatever its reward, and let leases fail only for reasons that have nothing to do with "
-        "it. If the engine dies on long or odd answers, repair it before you join with a new identity.",
+        "The leases this key gave up, or sent too late to be learned from, hold clearly worse rewards than those it "
+        "returned: it kept back what did badly.",
+        "Lost leases were done again by other nodes under the same seeds, so their rewards are known; what did not "
+        "come back whole counts for the key. Losing more of the long answers is allowed for. The chance that a node "
+        "which loses leases for other reasons looks like this is below one in ten million, however often one looks. "
+        "Everybody with the archive can compute the number again.",
+        "Return what was leased, in time, whatever its reward, and let leases fail only for reasons that have nothing "
+        "to do with it, as time and memory have. If the engine dies on odd answers, repair it before you join with a "
+        "new identity.",
     ),
     ReasonCode.RELAY_LIED: Explanation(
         "A relay signed that it sent bytes which are not the ones the origin signed for this shard.",
