@@ -115,7 +115,7 @@ def _checked(
             open_envelope(envelope.raw, run=run.id, kind="receipt", audience=owner)
         except ProtocolError as exc:
             return f"its signature does not hold for this node: {exc}"
-        if envelope.signer not in chain.keys("coordinator"):
+        if envelope.signer not in chain.keys_at("coordinator", receipt.tree_size - 1):
             return "it was not signed by a coordinator of this run"
         if receipt.index >= receipt.tree_size:
             return "the promised entry lies outside the promised tree"

@@ -179,6 +179,11 @@ class Chain:
         """The same without those that were revoked at ledger entry `index`: whose signatures count there."""
         return tuple(key for key in self.keys(role) if not self.revoked(key, index))
 
+    def unrevoked(self, role: str) -> tuple[bytes, ...]:
+        """The same without all that were revoked: for who has no ledger index to hold a signature against."""
+        gone = {item.key for item in self.revocations}
+        return tuple(key for key in self.keys(role) if key not in gone)
+
     def delegation(self, key: bytes) -> Delegation | None:
         """The newest delegation of a key; None for the genesis manifest's keys, which the manifest itself binds."""
         return next((item for item in reversed(self.delegations) if item.key == key), None)
@@ -233,8 +238,10 @@ class Chain:
                 raise ManifestError(f"update {number} leaves the run with a revoked {role} key; name a new one in it")
         if manifest.root in gone:
             raise ManifestError("the root key can't be revoked: a run whose root is lost is over; open a new one")
-        earlier = tuple(key for key in self.current.origins if key != manifest.origin)
-        run = Run(self.genesis.id, manifest, self.genesis.envelope, earlier)
+        had = [*self.current.origins, *self.current.revoked_origins]
+        earlier = tuple(key for key in had if key != manifest.origin and key not in gone)
+        revoked = tuple(key for key in had if key in gone)
+        run = Run(self.genesis.id, manifest, self.genesis.envelope, earlier, revoked)
         link = Link(blake3(envelope.payload).digest(), update, run, envelope.raw)
         return Chain(self.genesis, (*self.links, link), (*self.delegations, *delegated), revocations, envelope.sequence)
 

@@ -44,7 +44,8 @@ def check_relay_lie(report: RelayReport, run: bytes, origins: Collection[bytes])
 
     Args:
         run: the run id, 32 bytes.
-        origins: public keys the run's origin has had.
+        origins: public keys the run's origin has had, without those that are revoked: whoever stole one could sign a
+            record beside any honest stamp.
 
     Raises:
         ProtocolError: a signature does not hold, or the two signed records do not contradict each other.

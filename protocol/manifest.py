@@ -160,11 +160,14 @@ class Run:
     manifest: RunManifest
     envelope: Envelope
     earlier_origins: tuple[bytes, ...] = ()
-    """Keys the origin had before, the newest first: what they signed while in use stays published."""
+    """Keys the origin had before and nobody revoked, the newest first: what they signed in their time holds."""
+    revoked_origins: tuple[bytes, ...] = ()
+    """Those that were revoked. What they signed counts only where something else vouches for it: the ledger's entry of
+    its root, or this machine's own disk."""
 
     @property
     def origins(self) -> tuple[bytes, ...]:
-        """Every key the origin has had, the present one first."""
+        """Keys whose signatures count as the origin's, the present one first."""
         return (self.manifest.origin, *self.earlier_origins)
 
 

@@ -491,7 +491,7 @@ class RunState:
         if node is None or node.role != "relay":
             raise LedgerError("the key it accuses is no relay of this run")
         assert self.chain is not None
-        check_relay_lie(report, self.run, self.chain.keys("origin"))
+        check_relay_lie(report, self.run, self.chain.keys_at("origin", index))
         self._end_trust(node, index, ReasonCode.RELAY_LIED)
 
     def _end_trust(self, node: NodeState, index: int, reason: ReasonCode) -> None:

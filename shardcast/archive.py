@@ -10,13 +10,13 @@ Not covered: whether these are the policies that the ledger announced (`verifier
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
-from protocol.envelope import open_envelope
+from protocol.envelope import open_envelope, parse
 from protocol.errors import EnvelopeError, ProtocolError, ReasonCode
 from protocol.limits import MAX_ENVELOPE_BYTES, MAX_LAYOUT_BYTES, MAX_MODEL_FILE_BYTES, SHARD_BYTES
 from protocol.manifest import Run
@@ -64,9 +64,10 @@ class Published:
 class Archive:
     """What `open_published` found."""
 
-    def __init__(self, root: Path, run: Run) -> None:
+    def __init__(self, root: Path, run: Run, announced: Mapping[Key, bytes] | None = None) -> None:
         self.root = root
         self.run = run
+        self._announced = announced or {}
         self.publications: dict[Key, Published] = {}
         """Finished publications whose records hold, by (epoch, step)."""
         self._problems: list[Problem] = []
@@ -152,6 +153,9 @@ class Archive:
             error = PublicationError("it has another size than the run's layout", ReasonCode.LENGTH_MISMATCH)
             self._note(name, error)
             return
+        signers = {parse(raw).signer for raw in publication.frames()}
+        if signers & set(self.run.revoked_origins) and self._announced.get(key) != publication.manifest.root:
+            return  # nobody follows it, whoever signed it: the ledger vouches for nothing that was revoked before
         self.publications[key] = Published(*key, publication.manifest.root, publication, folder)
 
     def _blobs(self) -> None:
@@ -173,6 +177,8 @@ class Archive:
         try:
             raw = read_bounded(self.root / "HEAD.hw", MAX_ENVELOPE_BYTES)
             envelope = open_envelope(raw, run=self.run.id, kind=HEAD_KIND)
+            if envelope.signer in self.run.revoked_origins:
+                return  # left by an origin that was not started since: everybody refuses it
             if envelope.signer not in self.run.origins:
                 raise EnvelopeError("signed by another key than the run's origin's")
             head = envelope.record(Head)
@@ -188,13 +194,17 @@ class Archive:
             self._note("HEAD.hw", exc)
 
 
-def open_published(run_dir: Path, run: Run) -> Archive:
+def open_published(run_dir: Path, run: Run, announced: Mapping[Key, bytes] | None = None) -> Archive:
     """Read the records of `run_dir`/published. Shards are read by `Archive.problems` and `materialise`.
+
+    Args:
+        announced: (epoch, step) -> root of the policies in the ledger. What a revoked key signed is left out unless
+            its root is one of these.
 
     Raises:
         OSError: a file that is there cannot be read.
     """
-    return Archive(run_dir / "published", run)
+    return Archive(run_dir / "published", run, announced)
 
 
 def _copy(source: Path, fd: int, start: int, limit: int) -> int:

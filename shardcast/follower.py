@@ -32,6 +32,7 @@ from protocol.limits import SHARD_BYTES
 from protocol.manifest import Run
 from protocol.records import RelayReport
 from shardcast.download import Download, Sink
+from shardcast.earlier import blame_thief, frames_taken, vouched_frames
 from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
 from shardcast.focus import Candidate, Track, choose_focus
 from shardcast.heads import SeenHeads, publication_name
@@ -57,9 +58,6 @@ never looked at is never found."""
 
 _HOLD_LOOK_S = 1.0
 """Work may end before its time; then news are of use at once."""
-
-ENDS = 3
-"""Frames of a publication beside its shards' records: the open record, the manifest and the head."""
 
 
 class Follower:
@@ -295,7 +293,7 @@ class Follower:
 
     async def _learn(self, source: Source, health: SourceHealth, frames: list[bytes], after: Key | None) -> Key:
         """Take one publication's frames from one source until its head came; returns its key."""
-        publication = self._opened(source, frames[0])
+        publication = self._opened(source, frames[0], revoked=True)
         key = publication.key
         if after is not None and key <= after:
             raise SourceError(
@@ -303,12 +301,14 @@ class Follower:
             )
         if self._whole is not None and key <= self._whole:
             return key
+        if publication.opener != self.run.manifest.origin:
+            frames = await vouched_frames(source, publication, frames, self.run.manifest.origin)
         track = await self._track(source, publication)
         taken = 0
         while True:
             for raw in frames:
                 self._take(source, health, track, raw)
-            taken = self._advanced(source, track.publication, taken, frames)
+            taken = frames_taken(source, track.publication, taken, frames)
             self.advance()
             if track.announced or track.done.is_set():
                 return key
@@ -318,17 +318,6 @@ class Follower:
             frames = await source.records(key, taken, DEFAULT_WAIT_MS)
             if not frames:
                 await keep_polite(start)
-
-    @staticmethod
-    def _advanced(source: Source, publication: Publication, taken: int, frames: list[bytes]) -> int:
-        """How many frames a source has sent now. Raises SourceError when it repeats itself and would never end."""
-        if taken + len(frames) > publication.shards + ENDS:
-            raise SourceError(
-                source.address,
-                f"sent more frames of {publication_name(publication.key)} than it has",
-                ReasonCode.OVERSIZE,
-            )
-        return taken + len(frames)
 
     async def all_records(self, publication: Publication) -> None:
         """Ask the sources until the signed record of every shard is known; what one sends wrong is charged to it."""
@@ -347,20 +336,22 @@ class Follower:
     async def _records_from(self, source: Source, publication: Publication) -> None:
         taken = 0
         while frames := await source.records(publication.key, taken, 0):
-            taken = self._advanced(source, publication, taken, frames)
+            taken = frames_taken(source, publication, taken, frames)
             try:
                 for raw in frames:
                     publication.take(raw)
             except ForkError as exc:
+                blame_thief(source, self.run, exc)
                 self._seen.record_fork(pack_frames((*publication.frames(), *exc.evidence)))
                 raise
             except (DecodeError, EnvelopeError, PublicationError) as exc:
                 raise SourceError(source.address, str(exc), exc.code) from exc
 
-    def _opened(self, source: Source, raw: bytes) -> Publication:
-        """The publication that an open record starts. Raises SourceError."""
-        publication = Publication(self.run)
+    def _opened(self, source: Source, raw: bytes, *, revoked: bool) -> Publication:
+        """The publication that an open record starts, by a revoked key only when asked for. Raises SourceError."""
         try:
+            theirs = parse(raw).signer in self.run.revoked_origins
+            publication = Publication(self.run, revoked=revoked and theirs)
             if publication.take(raw) != OPEN_KIND:
                 raise PublicationError("a publication starts with its open record", ReasonCode.WRONG_KIND)
         except (DecodeError, EnvelopeError, PublicationError) as exc:
@@ -376,7 +367,15 @@ class Follower:
                 known = track.publication
                 if known.open.publication == opening.publication or track.done.is_set():
                     return track
-                if publication.attempt < known.attempt:
+                own = self.run.manifest.origin
+                if known.opener != publication.opener and publication.opener != own:
+                    raise SourceError(
+                        source.address,
+                        f"{publication_name(key)} was opened by a key the origin had before",
+                        ReasonCode.BAD_SIGNATURE,
+                    )
+                # Sequences rise with each key; those of two keys say nothing about each other.
+                if known.opener == publication.opener and publication.attempt < known.attempt:
                     raise SourceError(
                         source.address,
                         f"an older attempt to publish {publication_name(key)}",
@@ -404,6 +403,7 @@ class Follower:
                 self._accept(raw)
                 track.announced = True
         except ForkError as exc:
+            blame_thief(source, self.run, exc)
             self._seen.record_fork(pack_frames((*publication.frames(), *exc.evidence)))
             raise
         except (DecodeError, EnvelopeError, PublicationError, HeadError) as exc:
@@ -548,7 +548,8 @@ class Follower:
 
     async def _fetch_from(self, source: Source, health: SourceHealth, key: Key, root: bytes | None) -> bool:
         frames = await source.records(key, 0, 0)
-        publication = self._opened(source, frames[0]) if frames else None
+        # A known root says what it must be, whoever signed it; without one it must be a key that counts.
+        publication = self._opened(source, frames[0], revoked=root is not None) if frames else None
         if publication is None or publication.key != key:
             raise SourceError(source.address, "sent another publication than asked for", ReasonCode.WRONG_KIND)
         track = await self._track(source, publication)
@@ -558,13 +559,15 @@ class Follower:
             while track.publication.manifest is None:
                 for raw in frames:
                     self._take(source, health, track, raw, follow=False)
-                taken = self._advanced(source, track.publication, taken, frames)
+                taken = frames_taken(source, track.publication, taken, frames)
                 if track.publication.manifest is None:
                     start = time.monotonic()
                     frames = await source.records(key, taken, DEFAULT_WAIT_MS)
                     if not frames:
                         await keep_polite(start)
             if root is not None and track.publication.manifest.root != root:
+                if track.publication.opener in self.run.revoked_origins:
+                    raise SourceError(source.address, "another root, signed by a revoked key", ReasonCode.HASH_MISMATCH)
                 raise PublicationError(
                     f"{publication_name(key)} was published with root {track.publication.manifest.root.hex()[:16]}, "
                     f"not {root.hex()[:16]} as asked for",

@@ -72,11 +72,16 @@ def records_digest(payloads: Iterable[bytes]) -> bytes:
 
 
 class Publication:
-    """What is known of one publication of `run`. Everything it holds is signed by a key the run's origin has or had;
-    which heads may be followed is the follower's business."""
+    """What is known of one publication of `run`. Everything it holds is signed by the key that opened it, one that the
+    run's origin has or had; the head maybe by a later one. Which heads may be followed is the follower's business."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, revoked: bool = False) -> None:
+        """
+        Args:
+            revoked: take records of keys that were revoked too; the caller knows from elsewhere what they must say.
+        """
         self._run = run
+        self._signers = frozenset((*run.origins, *(run.revoked_origins if revoked else ())))
         self._known: set[bytes] = set()
         self._envelopes: dict[int, Envelope] = {}
         self.opening: PublicationOpen | None = None
@@ -98,6 +103,11 @@ class Publication:
         return self.opening
 
     @property
+    def opener(self) -> bytes:
+        """The key that signed the open record; empty while there is none."""
+        return self.opening_envelope.signer if self.opening_envelope is not None else b""
+
+    @property
     def attempt(self) -> int:
         """Rises with each publication the origin opens: its open record's sequence."""
         return self.opening_envelope.sequence if self.opening_envelope is not None else 0
@@ -117,8 +127,10 @@ class Publication:
         if raw in self._known:
             return parse(raw).kind
         envelope = open_envelope(raw, run=self._run.id)
-        if envelope.signer not in self._run.origins:
+        if envelope.signer not in self._signers:
             raise EnvelopeError("signed by another key than the run's origin's")
+        if envelope.kind in (SHARD_KIND, MANIFEST_KIND) and self.opener not in (b"", envelope.signer):
+            raise EnvelopeError("signed by another of the origin's keys than the publication's open record")
         if envelope.kind == OPEN_KIND:
             self._take_open(envelope)
         elif envelope.kind == SHARD_KIND:
@@ -280,9 +292,9 @@ class Publication:
             self.head, self.head_envelope = record, envelope
 
 
-def publication_from(run: Run, frames: Iterable[bytes]) -> Publication:
+def publication_from(run: Run, frames: Iterable[bytes], *, revoked: bool = False) -> Publication:
     """A publication from all its frames. Raises as `Publication.take`."""
-    publication = Publication(run)
+    publication = Publication(run, revoked=revoked)
     for raw in frames:
         publication.take(raw)
     return publication

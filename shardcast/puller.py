@@ -405,7 +405,7 @@ class Puller:
         """The publication of a policy directory if every byte of it holds, else None. Blocking."""
         try:
             raw = read_bounded(directory / PUBLICATION_NAME, MAX_PUBLICATION_BYTES)
-            publication = publication_from(self.run, split_frames(raw))
+            publication = publication_from(self.run, split_frames(raw), revoked=True)
             layout = decode_layout(read_bounded(self._blob(self.run.manifest.model.layout), MAX_LAYOUT_BYTES))
             if publication_name(publication.key) != directory.name or publication.manifest is None:
                 return None

@@ -91,14 +91,15 @@ def remove_folder(folder: Path) -> None:
 
 
 def read_frames(path: Path, run: Run) -> Publication:
-    """The publication in a `publication.hw`: all its records, each checked.
+    """The publication in a `publication.hw`: all its records, each checked. What a key signed that was revoked since is
+    read too: it was checked when it was written here.
 
     Raises:
         FileNotFoundError: there is none.
         StoreError: over its bound, or incomplete.
         ProtocolError: a record does not hold.
     """
-    publication = publication_from(run, split_frames(read_bounded(path, MAX_PUBLICATION_BYTES)))
+    publication = publication_from(run, split_frames(read_bounded(path, MAX_PUBLICATION_BYTES)), revoked=True)
     if len(publication.shard_envelopes()) != publication.shards or publication.head is None:
         raise StoreError(f"{path} does not hold one record per shard, manifest and head", ReasonCode.RECORD_MISSING)
     return publication

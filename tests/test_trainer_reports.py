@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,16 @@ import pytest
 from protocol.control import Member
 from protocol.envelope import Envelope, seal
 from protocol.errors import ProtocolError, ReasonCode
-from protocol.identity import Identity, load_identity
+from protocol.identity import Identity, load_identity, peer_id_text
 from protocol.records import Heartbeat, JoinRequest, RelayReport, RelayStamp
+from protocol.run_files import key_file
 from protocol.state import fold
 from shardcast.passes import open_passes
 from shardcast.records import SHARD_KIND, STAMP_KIND, ShardRecord
 from tests.scripted_swarm import NOISE, SMALL
-from trainer import config
+from trainer import config, keys
 from trainer.coordinator import Coordinator
+from trainer.errors import RefusedEntryError
 from trainer.init import make_run
 from trainer.members import Proof
 from trainer.reports import LEFT_OUT_S, MAX_REPORTS, network_of
@@ -240,3 +243,26 @@ async def test_a_relay_that_was_there_and_is_gone_is_not_waited_for(desk: Desk) 
 def test_networks_are_what_one_person_rarely_has_three_of(one: str, other: str, same: bool) -> None:
     assert (network_of(one) == network_of(other)) is same
     assert network_of(None) is network_of("x") is None
+
+
+async def test_whoever_stole_the_origins_key_frames_no_relay_once_it_is_revoked(desk: Desk) -> None:
+    """The relay stamped what it got, the thief signs another record of the same shard beside it."""
+    run_dir, state = desk.coordinator.run_dir, desk.coordinator.book.state
+    stolen = load_identity(run_dir / "keys" / "origin.pem")
+    settings = config.load(run_dir)
+    keys.rotate(settings, "origin", None)
+    keys.revoke(settings, peer_id_text(stolen.public), "stolen", None)
+    await desk.coordinator.book.commit()
+    assert desk.coordinator._take_updates() == 2
+    size = desk.coordinator.book.ledger.size
+    framed = desk.evidence(FIRST, stamped=b"x" * 32, signed=b"y" * 32, origin=stolen)
+    for report in (framed, replace(framed, stamp=b"")):
+        with pytest.raises(ProtocolError) as caught:
+            await desk.report(NODES[0], report)
+        assert caught.value.code is ReasonCode.BAD_SIGNATURE
+    with pytest.raises(RefusedEntryError):
+        desk.coordinator.book.append("relay.accused", subject=desk.sealed(NODES[0], "relay.report", framed).raw)
+    assert desk.coordinator.book.ledger.size == size and state.nodes[FIRST.public].state != "suspended"
+    own = load_identity(key_file(run_dir, "origin", desk.coordinator.run.manifest.origin))
+    lie = desk.evidence(FIRST, stamped=b"x" * 32, signed=b"y" * 32, origin=own)
+    assert "suspended" in await desk.report(NODES[0], lie)

@@ -78,8 +78,7 @@ class Reports:
             raise ProtocolError("the report is about no relay of this run", ReasonCode.MALFORMED)
         if relay.state == "suspended":
             return Ack("this relay is suspended already")
-        assert self.book.state.chain is not None
-        origins = self.book.state.chain.keys("origin")
+        origins = self.book.origins()
         if not report.stamp:
             shard = open_envelope(report.shard, run=self.book.run.id, kind=SHARD_KIND)
             if shard.signer not in origins:

@@ -220,6 +220,11 @@ class RunArchive:
             if envelope is not None and self.chain.revoked(envelope.signer, sealed.index):
                 yield sealed.index, envelope.signer
 
+    def announced(self) -> dict[tuple[int, int], bytes]:
+        """(epoch, step) -> root of each policy that a key announced which counted at that entry."""
+        gone = {index for index, _ in self.signed_by_revoked()}
+        return {key: root for key, (index, root) in self.facts.policies.items() if index not in gone}
+
     def unbroken(self) -> Iterator[SealedEntry]:
         """The entries up to the first that is damaged or missing: what the fold may rest on."""
         for expected, sealed in enumerate(self.log.entries):
