@@ -351,3 +351,15 @@ def test_the_command_works_without_trainer_and_node(built, copy, tmp_path, capsy
     assert "DOES NOT HOLD  submissions/" in out and "verifier explain hash-mismatch" in out
     assert cli.main(["audit", str(tmp_path / "nothing")]) == 2
     assert "is no run directory" in capsys.readouterr().err
+
+
+def test_weights_by_a_revoked_origin_key_hold_where_the_ledger_announced_them_before(tmp_path):
+    def stolen(builder):
+        builder.chain.update(rotate={"origin": "origin-2"}, revoke={"origin": 10**6})  # long after all that is here
+
+    built = build_archive(tmp_path / "run", steps=1, before_end=stolen)
+    report = audit(built.root, FILES_ONLY)
+    assert report.failures == [] and report.publications == 2
+    path = built.root / "published" / "e0000-s00000001"
+    shutil.copytree(path, path.with_name("e0000-s00000007"))
+    assert audit(built.root, FILES_ONLY).failures[0].record == "published/e0000-s00000007/publication.hw"

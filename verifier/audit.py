@@ -180,7 +180,8 @@ class Auditor:
     def check_weights(self) -> None:
         """Every publication, and that the ledger announced exactly these roots."""
         try:
-            self._published = open_published(self.archive.root, self.archive.chain.current)
+            archive = self.archive
+            self._published = open_published(archive.root, archive.chain.current, archive.announced())
             self.report.publications = len(self._published.publications)
             for problem in self._published.problems():
                 self.report.fail(problem.record, problem.reason, problem.message)
