@@ -221,3 +221,29 @@ async def test_a_reward_of_any_size_leaves_the_coordinator_running(
     desk.tick()
     assert actor_identity("node").public not in desk.judging.drops._due
     desk.close()
+
+
+async def test_one_turn_tests_one_node_when_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Lossy(tmp_path, monkeypatch)
+    for name in ("node", "other-0", "other-1"):
+        await run.answer(run.desk.lease(name))
+    drops, seconds, tested = run.desk.judging.drops, 0.0, []
+    keys = [actor_identity(name).public for name in ("node", "other-0", "other-1")]
+
+    def slow(node: object) -> bool:
+        nonlocal seconds
+        seconds += 0.2
+        tested.append(node)
+        return False
+
+    monkeypatch.setattr(drops, "_test", slow)
+    drops.monotonic = lambda: seconds
+    drops._due = {key: 3 - n for n, key in enumerate(keys)}
+    drops._late.update(dict.fromkeys(keys, 4))
+    for turn in range(1, 4):
+        drops.run()
+        drops.run()  # too early for the next one
+        assert len(tested) == turn
+        seconds += 11
+    assert [node.key for node in tested] == keys[::-1]  # who waits longest comes first
+    run.desk.close()

@@ -33,6 +33,9 @@ IDLE_SHARE = 50
 """The next test of any node comes no sooner than this many times what the last one took: 2% of one core at most,
 however long the run is. Later tests only find the same a little later."""
 
+MAX_PAUSE_S = 0.1
+"""Nobody else is tested in the same turn once this has gone by: the coordinator answers nobody meanwhile."""
+
 MAX_REMEMBERED = 65_536
 """Verdicts whose rewards are kept in memory, some 500 bytes each; older ones are read from the archive again."""
 
@@ -105,9 +108,11 @@ class Drops:
         if not ready or self.monotonic() < self._not_before or state.finished is not None:
             return False
         begun, found = self.monotonic(), False
-        for key in sorted(ready):
+        for key in sorted(ready, key=lambda key: (self._due[key], key)):
             found = self._test(state.nodes[key]) or found
             del self._due[key]
+            if self.monotonic() - begun > MAX_PAUSE_S:
+                break
         done = self.monotonic()
         self._not_before = done + IDLE_SHARE * (done - begun)
         return found

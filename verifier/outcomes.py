@@ -25,6 +25,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from protocol.lease_rules import EXPIRED, FAILED
 from protocol.state import ACCEPTED, LeaseState, RunState, SubmissionState
 
 BASELINE_STEPS = 5
@@ -169,7 +170,7 @@ def _outcome(
 
 def _fate(state: RunState, lease: LeaseState, upto: int) -> int | None:
     """The entry that decided what became of a lease; None when none did, or one that tells nothing of its owner."""
-    if lease.status == "closed" and lease.reason.startswith(("expired", "failed")):
+    if lease.status == "closed" and (lease.reason == EXPIRED or lease.reason.startswith(FAILED)):
         index = lease.closed_index
     else:
         index = lease.submission
