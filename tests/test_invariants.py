@@ -55,11 +55,13 @@ UNBOUNDED = {
     ("protocol/hostd.py", "send"): "the application reads always, or both end",
     ("protocol/libp2p_fixes.py", "_handle_inbound_connection"): "holds a connection; `visitors` closes idle ones",
     ("trainer/coordinator.py", "_attend"): "until the run ends or a signal comes",
+    ("trainer/coordinator.py", "_seal_policies"): "until a policy comes; cancelled when the coordinator ends",
     ("trainer/learner.py", "watch"): "a signal's wake-up socket, in a daemon thread",
     # The caller holds the deadline.
     ("protocol/engine.py", "read_frame"): "both ends call it under a timeout",
     ("protocol/libp2p_fixes.py", "write"): "`streams` writes under a timeout",
     ("protocol/lines.py", "request"): "`Lines.request` runs it under `move_on_at`",
+    ("protocol/streams.py", "_receive"): "every caller waits under a timeout",
     ("shardcast/source.py", "_refusal"): "aiohttp's sock_read and total deadlines, set with the request",
     ("trainer/members.py", "_challenge"): "the session's total deadline, PROBE_S",
     # Our own processes over private sockets.
