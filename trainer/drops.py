@@ -142,8 +142,8 @@ class Drops:
 def in_words(evidence: DropEvidence) -> str:
     """What the numbers say, for people."""
     return (
-        f"of the {evidence.lost} leases it gave up or sent too late, those that are known brought "
-        f"{evidence.lost_mean:+.2f} against the others' average, of the {evidence.returned} it returned "
-        f"{evidence.returned_mean:+.2f}; by chance, and for leases of equal length, that happens less than once in "
+        f"the {evidence.lost} leases it gave up or sent too late, as far as others did them again, brought "
+        f"{evidence.lost_mean:+.2f} against the others' average, the {evidence.returned} it returned "
+        f"{evidence.returned_mean:+.2f}; by chance that happens less than once in "
         f"{10 ** min(18, int(evidence.log_e / 2.302585)):,} honest nodes"
     )
