@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import zstandard
 from blake3 import blake3
 
@@ -42,7 +41,7 @@ from protocol.records import (
 from protocol.state import RunState
 from shardcast.records import Head
 from tests.scripted_swarm import NOISE, SMALL, actor_identity, submission_of
-from trainer import config
+from trainer import batches, config
 from trainer.coordinator import Coordinator
 from trainer.init import make_run
 from trainer.members import Session
@@ -51,7 +50,8 @@ from verifier.draws import Draws
 from verifier.report import Report
 
 Rewards = Callable[[int], float]
-"""Rollout -> the reward the validator found."""
+"""Rollout -> the reward its node claims."""
+Spoil = Callable[[RolloutDetail], RolloutDetail]
 
 
 class Desk:
@@ -135,10 +135,10 @@ class Desk:
         word = self.sealed(owner, "lease.failed", LeaseFailed(lease.lease_id, "no reason"))
         self.book.append("lease.closed", LeaseClosed(lease.lease_id, "failed: no reason"), word)
 
-    def upload(self, lease: Lease) -> int:
+    def upload(self, lease: Lease, reward: Rewards | None = None) -> int:
         """Put the bytes on the disk and enter them; returns the submission's ledger index."""
         owner = self.state.nodes[self.state.leases[lease.lease_id].owner].name
-        blob = submission_of(lease)
+        blob = submission_of(lease, reward=reward)
         path = self.coordinator.files.submission(lease.lease_id)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(blob)
@@ -150,13 +150,19 @@ class Desk:
         submission = self.state.submissions[index]
         return [submission.jobs[number] for number in submission.open_rounds]
 
-    async def judge(self, index: int, outcome: int = ACCEPT, reward: Rewards = lambda i: float(i % 2)) -> JobDrawn:
-        """The validator of the submission's oldest open job answers. Returns the job."""
+    async def judge(self, index: int, outcome: int = ACCEPT, spoil: Spoil = lambda detail: detail) -> JobDrawn:
+        """The validator of the submission's oldest open job answers. Returns the job.
+
+        Args:
+            spoil: makes a detail of an accepted rollout another one than the upload claims.
+        """
         job = self.open_jobs(index)[0]
         submission = self.state.submissions[index]
         count = len(submission.outcomes)
-        logprobs = np.full(2, -1.0, "<f4").tobytes() if outcome == ACCEPT else b""
-        details = [RolloutDetail(logprobs, reward(i) if outcome == ACCEPT else 0.0, ()) for i in range(count)]
+        details = [RolloutDetail(b"", 0.0, ())] * count
+        if outcome == ACCEPT:
+            claimed = batches.read_submission(self.coordinator.files, submission).rollouts
+            details = [spoil(RolloutDetail(one.logprobs, one.reward, ())) for one in claimed]
         raw = codec.encode(VerdictDetails(tuple(details)))
         reason = ("holds", "proof-mismatch", "reward-undecided")[outcome]
         stated = (Outcome(outcome, reason),) * count

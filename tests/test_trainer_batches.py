@@ -35,12 +35,16 @@ from trainer.window import Window
 
 RULES = Trainable(64, 256)
 TOKENS = np.asarray([5, 6, 1], "<u4").tobytes()
-CLAIMED, MEASURED = np.full(3, -0.5, "<f4").tobytes(), np.full(3, -0.25, "<f4").tobytes()
+BOUND = 2.0**-10
+CLAIMED, MEASURED = (np.full(3, value, "<f4").tobytes() for value in (-0.5, -0.5 + BOUND))
 
 
 def upload_of(lease: Lease, tokens: bytes = TOKENS) -> bytes:
     named = [(task, sample) for task in lease.tasks for sample in range(lease.samples)]
-    rollouts = tuple(Rollout(task, sample, tokens, CLAIMED, 0, 0.0, ()) for task, sample in named)
+    rollouts = tuple(
+        Rollout(task, sample, tokens, CLAIMED[:4] * (len(tokens) // 4), 0, float(i % 2), ())
+        for i, (task, sample) in enumerate(named)
+    )
     raw = codec.encode(Submission(lease.lease_id, "test", rollouts))
     return zstandard.ZstdCompressor().compress(raw)
 
@@ -168,7 +172,7 @@ class Refusals:
         verdict = Verdict(bytes(16), self.submission.intent.digest, 1, stated, bound, 1)
         opens = lambda: batches.open_submission(self.blob if upload is None else upload, self.submission)  # noqa: E731
         batches.check_details(
-            verdict, details, self.submission, self.lease, opens, RULES, lambda _env, _task: self.prompt
+            verdict, details, self.submission, self.lease, opens, RULES, lambda _env, _task: self.prompt, BOUND
         )
 
 
@@ -240,7 +244,31 @@ def test_more_tokens_than_the_lease_allows_are_refused(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         desk = Refusals(tmp_path / folder, np.full(count, 5, "<u4").tobytes())
         with pytest.raises(DecodeError, match="the lease allows") if count > longest else contextlib.nullcontext():
-            desk.check(details_of(desk.lease, np.full(count, -1, "<f4").tobytes()))
+            desk.check(details_of(desk.lease, CLAIMED[:4] * count))
+
+
+@pytest.mark.parametrize(
+    ("name", "spoiled", "words"),
+    [
+        ("flipped", {"reward": 1.0}, "with reward 1, but it claims 0"),
+        ("huge", {"reward": 1e5}, "with reward 100000"),
+        ("nearly", {"reward": 1e-12}, "with reward 1e-12"),
+        (
+            "off by more than the bound",
+            {"logprobs": floats(-0.5, -0.5, -0.5 - 1.01 * BOUND), "reward": None},
+            "further",
+        ),
+        ("likelier", {"logprobs": floats(-0.25, -0.25, -0.25), "reward": None}, "further than"),
+    ],
+)
+def test_details_that_contradict_the_upload_they_accept_are_refused(
+    tmp_path: Path, name: str, spoiled: dict[str, Any], words: str
+) -> None:
+    """An honest ACCEPT means that these numbers are equal, so whoever sends others would choose what is trained on."""
+    desk = Refusals(tmp_path)
+    with pytest.raises(DecodeError, match=words) as caught:
+        desk.check(details_of(desk.lease, **spoiled))
+    assert caught.value.code is ReasonCode.VERDICT_WRONG
 
 
 def test_a_model_says_how_many_ids_it_has(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from protocol.records import (
     ACCEPT,
     JoinRequest,
     Lease,
+    Number,
     Outcome,
     RolloutDetail,
     UploadIntent,
@@ -39,7 +40,7 @@ from protocol.records import (
 )
 from shardcast.records import Head
 from tests.scripted_swarm import NOISE, SMALL, submission_of
-from trainer import config, leases
+from trainer import batches, config, leases
 from trainer.coordinator import Coordinator
 from trainer.door import Door, Slots
 from trainer.init import make_run
@@ -116,14 +117,16 @@ class Desk:
         async with self.http.put(f"{self.url}/submissions/{lease.lease_id.hex()}", data=blob, headers=headers) as reply:
             return reply.status, "" if reply.status == 200 else (await reply.json())["code"]
 
-    def verdict(self, index: int, reward: float) -> tuple[Member, Verdict, bytes]:
-        """An accepting verdict of the drawn validator on a submission, with the reward it says it found."""
+    def verdict(self, index: int, which: float) -> tuple[Member, Verdict, bytes]:
+        """An accepting verdict of the drawn validator on a submission, and a number by which to tell its details."""
         book = self.coordinator.book
         submission = book.state.submissions[index]
         job = submission.jobs[1]
         who = next(key for key in (VALIDATOR, SECOND) if key.public == job.validator)
         count = len(submission.outcomes)
-        raw = codec.encode(VerdictDetails((RolloutDetail(bytes(8), reward, ()),) * count))
+        claimed = batches.read_submission(self.coordinator.files, submission).rollouts
+        details = (RolloutDetail(one.logprobs, one.reward, (Number("which", which),)) for one in claimed)
+        raw = codec.encode(VerdictDetails(tuple(details)))
         outcomes = (Outcome(ACCEPT, "holds"),) * count
         verdict = Verdict(job.job_id, submission.intent.digest, 1, outcomes, blake3(raw).digest(), 1)
         return Member(self.sealed(who, "verdict", verdict), who.public), verdict, raw
@@ -271,8 +274,6 @@ async def test_a_token_that_is_no_hex_is_a_wrong_token(tmp_path: Path) -> None:
 
 async def test_details_are_bounded_by_their_lease_before_they_are_decoded(tmp_path: Path) -> None:
     """Eight megabytes of empty arrays cost a decoder fifty times that."""
-    from trainer import batches
-
     async with open_desk(tmp_path) as desk:
         await desk.join(VALIDATOR, "validator")
         lease = await desk.lease()
@@ -287,7 +288,7 @@ async def test_details_are_bounded_by_their_lease_before_they_are_decoded(tmp_pa
             submission = book.state.submissions[index]
             opens = lambda: batches.read_submission(desk.coordinator.files, submission)  # noqa: E731
             judging = desk.coordinator.judging
-            batches.check_details(lying, raw, submission, lease, opens, judging.trainable, judging.prompt_ids)
+            batches.check_details(lying, raw, submission, lease, opens, judging.trainable, judging.prompt_ids, 1.0)
         assert caught.value.code is ReasonCode.OVERSIZE
 
 

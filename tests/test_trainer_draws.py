@@ -6,12 +6,16 @@ import asyncio
 import shutil
 import sqlite3
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from protocol import decision, draws
-from protocol.records import ACCEPT, INCONCLUSIVE, REJECT
+from protocol.control import Member
+from protocol.envelope import parse
+from protocol.errors import DecodeError, ReasonCode
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, JobRequest
 from tests.coordinator_desk import Desk
 from tests.scripted_swarm import actor_identity
 from trainer.picture import Picture
@@ -179,6 +183,41 @@ async def test_a_tie_that_nobody_settles_ends_and_nothing_hangs(tmp_path: Path, 
     assert desk.decide("node").kind == "issue", "its owner works on"
     desk.judging.drawing.reveal_all()
     assert desk.state.problems == [] and await desk.audit_draws() == []
+    desk.close()
+
+
+async def test_a_verdict_that_contradicts_the_upload_it_accepts_does_not_count_and_another_validator_is_drawn(
+    tmp_path: Path,
+) -> None:
+    desk = desk_with(tmp_path)
+    index = desk.upload(desk.lease("node"))
+    (liar,) = desk.open_jobs(index)
+    for spoil in (lambda one: replace(one, reward=1e5), lambda one: replace(one, logprobs=bytes(8))):
+        with pytest.raises(DecodeError) as caught:
+            await desk.judge(index, ACCEPT, spoil)
+        assert caught.value.code is ReasonCode.VERDICT_WRONG
+    assert desk.state.submissions[index].verdicts == {} and "refused" in desk.news()
+    desk.tick()
+    (drawn,) = desk.open_jobs(index)
+    assert drawn.validator != liar.validator and drawn.attempt == 1
+    await desk.judge(index)
+    assert {outcome.status for outcome in desk.state.submissions[index].outcomes} == {"accepted"}
+    desk.close()
+
+
+async def test_a_validator_that_asks_again_and_never_answers_does_not_keep_its_job(tmp_path: Path) -> None:
+    desk = desk_with(tmp_path)
+    index = desk.upload(desk.lease("node"))
+    (job,) = desk.open_jobs(index)
+    member = Member(parse(desk.sealed(desk.state.nodes[job.validator].name, "job.next", JobRequest(0))), b"")
+    now = desk.judging.monotonic()
+    desk.judging.monotonic = lambda: now
+    for _ in range(5):
+        reply = await desk.judging.next(member, JobRequest(0), b"")
+        assert (reply.job is not None) == (desk.open_jobs(index) == [job])
+        now += 16.0
+        desk.tick()
+    assert desk.open_jobs(index)[0].validator != job.validator
     desk.close()
 
 

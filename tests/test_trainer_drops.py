@@ -32,9 +32,9 @@ class Lossy:
         return self.luck.setdefault(lease.nonce, self.random.choice([0.0, 1.0]))
 
     async def answer(self, lease: Lease) -> None:
-        index = self.desk.upload(lease)
+        index = self.desk.upload(lease, lambda _: self.reward(lease))
         while self.desk.open_jobs(index):
-            await self.desk.judge(index, reward=lambda _: self.reward(lease))
+            await self.desk.judge(index)
 
     async def round(self, chooses: bool) -> bool:
         """One lease of `node`, lost if it went badly (or else at random), and what the others do then."""
@@ -157,9 +157,9 @@ async def test_who_returns_bad_leases_only_when_no_batch_can_take_them_is_suspen
     held: list[Lease] = []
 
     async def answer(lease: Lease) -> None:
-        index = desk.upload(lease)
+        index = desk.upload(lease, lambda _: worth(lease))
         while desk.open_jobs(index):
-            await desk.judge(index, reward=lambda _: worth(lease))
+            await desk.judge(index)
 
     def worth(lease: Lease) -> float:
         return luck.setdefault((lease.nonce, lease.tasks), chance.random())

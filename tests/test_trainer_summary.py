@@ -8,6 +8,7 @@ import pytest
 
 from protocol.records import ACCEPT, INCONCLUSIVE
 from tests.coordinator_desk import Desk
+from trainer.batches import read_submission
 from trainer.summary import summarise
 
 
@@ -20,7 +21,8 @@ async def test_rewards_are_those_of_the_verdict_that_accepted(tmp_path: Path, an
     index = desk.upload(desk.lease("ann"))
     for answer in answers:
         await desk.judge(index, answer)
-    rewards = [desk.judging.drops.reward(index, i) for i in range(len(desk.state.submissions[index].outcomes))]
+    submission = desk.state.submissions[index]
+    rewards = [one.reward for one in read_submission(desk.coordinator.files, submission).rollouts]
     await desk.book.commit()
     desk.book.seal(desk.run_dir / "ledger")
     found = summarise(desk.run_dir)

@@ -15,11 +15,14 @@ from blake3 import blake3
 from protocol import codec
 from protocol.envelope import parse
 from protocol.errors import ReasonCode, UsageError
-from protocol.records import Verdict, VerdictDetails
+from protocol.identity import peer_id_text
+from protocol.records import INCONCLUSIVE, Outcome, Verdict, VerdictDetails
+from protocol.state import ACCEPTED
 from tests.archive_builder import build_archive, invert_verdicts, reseal, rewrite
 from verifier import cli
 from verifier.archive import RunArchive
 from verifier.audit import Options, audit
+from verifier.draws import Draws
 
 FILES_ONLY = Options(fraction=1e-12)
 """Everything but the derivation of verdicts, which no damaged byte needs."""
@@ -191,10 +194,47 @@ def test_a_reward_changed_in_the_details_is_a_wrong_verdict(built, copy):
         return replace(entry, subject=reseal(built.identities[held.signer], held, verdict).raw)
 
     rewrite(copy, built.chain.run, built.identities, change)
+    (failure,) = [f for f in audit(copy, FILES_ONLY).failures if f.record == fact.record]
+    assert failure.reason == ReasonCode.VERDICT_WRONG and "contradict the upload" in failure.message, "without a model"
+    assert failure.rollouts == (fact.submission.rollout_id(0),)
     report = audit(copy, Options())
-    failure = next(f for f in report.failures if f.record == fact.record)
+    (failure,) = [f for f in report.failures if f.record == fact.record]
     assert failure.reason == ReasonCode.VERDICT_WRONG and "reward 0.5" in failure.message
     assert any(f.reason == ReasonCode.BATCH_WRONG for f in report.failures), "the batch holds the true reward"
+
+
+def test_what_a_validator_left_undecided_and_what_no_batch_took_is_counted(built, copy):
+    """Neither is false by itself; both are quiet ways to choose what is learned from."""
+    before = audit(copy, Options())
+    archive = RunArchive.open(copy)
+    state = Draws().fold(archive)
+    fact = archive.facts.verdicts[built.verdicts[0]]
+    whole = 0
+    for held in state.submissions.values():
+        samples = state.leases[held.lease_id].lease.samples
+        starts = range(0, len(held.outcomes), samples)
+        whole += sum(all(one.status == ACCEPTED for one in held.outcomes[at : at + samples]) for at in starts)
+    trained = {(e.submission, e.rollout // 2) for b in state.batches.values() for e in b.closed.entries}
+    assert before.groups_untrained == whole - len(trained) == 0
+
+    def change(entry):
+        if entry.index != fact.index:
+            return entry
+        held = parse(entry.subject)
+        verdict = held.record(Verdict)
+        silent = (Outcome(INCONCLUSIVE, "validator-failed"),) * len(verdict.outcomes)
+        return replace(
+            entry, subject=reseal(built.identities[held.signer], held, replace(verdict, outcomes=silent)).raw
+        )
+
+    rewrite(copy, built.chain.run, built.identities, change)
+    report = audit(copy, Options())
+    name, count = peer_id_text(fact.validator), len(fact.verdict.outcomes)
+    assert report.decided_here[name] == before.decided_here[name] + count == report.to_json()["decided_here"][name]
+    assert not [f for f in report.failures if f.record == fact.record], "it claims nothing"
+    assert report.groups_untrained > 0, "the batch that rested on it does not count, nor what else it held"
+    said = f"{report.decided_here.total()} rollouts that a validator left undecided are decided here"
+    assert any(said in line for line in report.lines())
 
 
 def rewrite_batch(copy, built, change_batch, change_closed=lambda closed: closed):

@@ -43,6 +43,7 @@ from trainer.decoded import Decoded
 from trainer.leases import batch_rollouts
 from trainer.trainable import Trainable, in_range
 from trainer.window import Group, Window
+from verifier.claims import contradiction
 
 PromptIds = Callable[[bytes, int], bytes]
 """(environment digest, task index) -> the prompt's token ids, u32 little-endian."""
@@ -267,17 +268,19 @@ def check_details(
     upload: Callable[[], Submission],
     rules: Trainable,
     prompt_ids: PromptIds,
+    bound: float,
 ) -> VerdictDetails:
-    """The details of a verdict, unless they could not make a batch that the learner takes.
+    """The details of a verdict, unless they could not make a batch that the learner takes, or contradict the upload.
 
     Args:
         raw: the attachment, codec bytes of `VerdictDetails`.
         upload: opens the submission; called only when something was accepted.
+        bound: how far a log-probability may be from the claimed one (`thresholds.logprob` of the lease's manifest).
 
     Raises:
         LedgerError: the submission does not open.
         DecodeError: details of another hash or shape, or an accepted rollout that is no rollout of this lease, or that
-            the model could not have sampled, or with numbers that can't be trained on.
+            the model could not have sampled, or with numbers that can't be trained on, or that are not the upload's.
     """
     if blake3(raw).digest() != verdict.details:
         raise DecodeError("the details are not the ones the verdict names", ReasonCode.HASH_MISMATCH)
@@ -310,6 +313,9 @@ def check_details(
             raise DecodeError(f"rollout {position} was accepted but {wrong[0]}", wrong[1])
         if not in_range(detail.logprobs, detail.reward):
             raise DecodeError(f"rollout {position} was accepted with numbers that can't be trained on")
+        false = contradiction(rollout, detail, bound)
+        if false:
+            raise DecodeError(f"rollout {position} was accepted {false}", ReasonCode.VERDICT_WRONG)
     return details
 
 

@@ -22,7 +22,7 @@ from protocol.errors import DecodeError, ReasonCode
 from protocol.manifest import Run
 from protocol.records import Batch, TrainingRollout
 from trainer.errors import TrainerError
-from trainer.trainable import Trainable
+from trainer.trainable import Trainable, in_range
 
 
 class BatchError(TrainerError):
@@ -113,6 +113,8 @@ def _sequence(path: Path, index: int, rollout: TrainingRollout, step: int, door:
     wrong = Trainable(door.vocabulary, door.max_context).misfit(rollout.prompt, rollout.tokens, rollout.logprobs)
     if wrong is not None:
         raise _refuse(path, f"rollout {index} {wrong[0]}", wrong[1])
+    if not in_range(b"", rollout.reward):
+        raise _refuse(path, f"rollout {index} has a reward of {rollout.reward:g}")
     prompt = np.frombuffer(rollout.prompt, "<u4")
     tokens = np.frombuffer(rollout.tokens, "<u4")
     behaviour = np.frombuffer(rollout.logprobs, "<f4")

@@ -13,6 +13,7 @@ Not covered: who is drawn (`drawing`), what the verdicts decide (`protocol.decis
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from protocol import codec, decision, draws
 from protocol.control import Member
 from protocol.envelope import seal
-from protocol.errors import ProtocolError, ReasonCode
+from protocol.errors import DecodeError, ProtocolError, ReasonCode
 from protocol.files import write_atomic
 from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, TieLapsed, Verdict, VerdictDetails
 from protocol.state import NodeState, SubmissionState
@@ -65,6 +66,8 @@ class Judging:
     monotonic: Callable[[], float] = time.monotonic
     delivered: dict[bytes, float] = field(default_factory=dict)
     """Job id -> when it was last handed to its validator."""
+    taken: dict[bytes, float] = field(default_factory=dict)
+    """Job id -> when it was first handed to its validator: asking for it again does not move its deadline."""
     given: dict[bytes, Counter[str]] = field(default_factory=dict)
     """Validator -> rollouts it was given by class of owner, while both classes waited."""
     _turns: Turns = field(default_factory=Turns)
@@ -119,7 +122,7 @@ class Judging:
         for number in submission.open_rounds:
             job = submission.jobs[number]
             if self._is_due(job):
-                self.delivered.pop(job.job_id, None)  # if nobody else is there, the same one is asked again
+                self._forget(job.job_id)  # if nobody else is there, the same one is asked again
                 if self.drawing.draw(submission, number):
                     self.news.say(f"{self._name(job.validator)} does not answer; another validator is drawn")
         number = decision.next_round(submission) or 0
@@ -164,10 +167,15 @@ class Judging:
     def _is_due(self, job: JobDrawn) -> bool:
         if self.book.state.nodes[job.validator].state == "suspended":
             return True  # revoked: its verdict would be refused
-        sent = self.delivered.get(job.job_id)
-        if sent is not None and self.monotonic() - sent > self.job_deadline_s:
+        taken = self.taken.get(job.job_id)
+        if taken is not None and self.monotonic() - taken > self.job_deadline_s:
             return True
         return not self.members.live(job.validator)
+
+    def _forget(self, job_id: bytes) -> float | None:
+        """No deadline any more. Returns when the job was last handed out."""
+        self.taken.pop(job_id, None)
+        return self.delivered.pop(job_id, None)
 
     def _name(self, key: bytes) -> str:
         node = self.book.state.nodes.get(key)
@@ -191,6 +199,7 @@ class Judging:
             found = self._choose(node.key)
             if found is not None:
                 self.delivered[found[1].job_id] = self.monotonic()
+                self.taken.setdefault(found[1].job_id, self.monotonic())
                 await self.book.commit()
                 return JobReply(self._seal(node, *found), 0)
             left = end - loop.time()
@@ -288,9 +297,16 @@ class Judging:
         node = self.book.state.nodes[member.key]
         held = self.book.state.leases[submission.lease_id]
         opens = lambda: batches.read_submission(self.files, submission)  # noqa: E731
-        details = batches.check_details(
-            verdict, attachment, submission, held.lease, opens, self.trainable, self.prompt_ids
-        )
+        assert self.book.state.chain is not None
+        bound = self.book.state.chain.at(held.lease.manifest).manifest.thresholds.logprob
+        try:
+            details = batches.check_details(
+                verdict, attachment, submission, held.lease, opens, self.trainable, self.prompt_ids, bound
+            )
+        except DecodeError as exc:
+            self.taken[job.job_id] = -math.inf  # it will say the same again: somebody else is drawn
+            self.news.say_once(f"a verdict of {self._name(member.key)} is refused: {exc}")
+            raise
         path = self.files.details(held.lease_id, job.round)
         await asyncio.to_thread(write_atomic, path, attachment)
         self.files.decoded.keep(verdict.details, details, len(attachment), len(details.rollouts))
@@ -303,7 +319,7 @@ class Judging:
                 path.unlink(missing_ok=True)
             raise
         await self.book.commit()
-        self._time(member.key, self.delivered.pop(job.job_id, None))
+        self._time(member.key, self._forget(job.job_id))
         return Ack("counted")
 
     def _time(self, validator: bytes, sent: float | None) -> None:

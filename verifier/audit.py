@@ -41,7 +41,8 @@ from protocol.state import ACCEPTED, PENDING, RunState
 from shardcast.archive import Archive, open_published
 from shardcast.heads import publication_name
 from verifier.archive import MANIFEST, RunArchive, SubmissionFact, VerdictFact, batch_file
-from verifier.batches import check_batches
+from verifier.batches import check_batches, groups_untrained
+from verifier.details import check_claims
 from verifier.draws import Draws
 from verifier.drops import drop_evidence
 from verifier.errors import VerifierError
@@ -99,9 +100,11 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
             auditor.check_files()
             auditor.check_weights()
             auditor.derive_verdicts(state)
+            check_claims(archive, report)
             auditor.check_evidence(state)
             check_batches(archive, report, auditor.prompt)
             auditor.check_unnamed()
+            report.groups_untrained = groups_untrained(state)
     finally:
         torch.set_num_threads(threads)
     report.seconds = time.monotonic() - started
@@ -343,6 +346,7 @@ class Auditor:
         for i in positions:
             said, ours = fact.verdict.outcomes[i], judgement.outcomes[i]
             if said.outcome == INCONCLUSIVE:
+                self.report.decided_here[peer_id_text(fact.validator)] += 1
                 continue
             if said.outcome != ours.outcome:
                 wrong[i] = f"says {WORDS.get(said.outcome, 'nothing')}, but it is {WORDS[ours.outcome]} ({ours.reason})"

@@ -16,6 +16,7 @@ from protocol import codec
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
 from protocol.records import Batch, BatchClosed, BatchEntry, Rollout, RolloutDetail, Submission, TrainingRollout
 from protocol.seeds import group_id
+from protocol.state import ACCEPTED, RunState
 from verifier.archive import RunArchive, SubmissionFact, batch_file
 from verifier.judge import decompress_submission
 from verifier.report import Report
@@ -135,3 +136,15 @@ class _Sources:
             return self.archive.details(fact).rollouts
         except (OSError, ProtocolError) as exc:
             raise Unavailable(f"rests on {fact.file}, which does not hold or can't be read") from exc
+
+
+def groups_untrained(state: RunState) -> int:
+    """Groups whose rollouts were all accepted and that no batch took: too late, left over at
+    the end, of a node that was suspended then, or left out."""
+    found = 0
+    for submission in state.submissions.values():
+        samples = state.leases[submission.lease_id].lease.samples
+        for first in range(0, len(submission.outcomes), samples):
+            group = submission.outcomes[first : first + samples]
+            found += (submission.index, first) not in state.trained and all(one.status == ACCEPTED for one in group)
+    return found

@@ -74,6 +74,12 @@ class Report:
     """Jobs whose validator was drawn again, from a revealed secret."""
     draws_waiting: int = 0
     """Jobs of periods whose secret is not due yet."""
+    groups_untrained: int = 0
+    """Groups accepted whole that no batch took. Some come too late or are left over at the end; whoever chooses
+    batches could leave out what it likes."""
+    decided_here: Counter[str] = field(default_factory=Counter)
+    """Validator (peer id) -> rollouts it left undecided and this audit decides. Memory runs out honestly; whoever
+    leaves out what it likes looks the same, but for the number."""
     finished: bool = False
     fraction: float = 1.0
     seed: str = ""
@@ -114,11 +120,13 @@ class Report:
                 "jobs_redrawn",
                 "draws_checked",
                 "draws_waiting",
+                "groups_untrained",
                 "finished",
                 "fraction",
                 "seed",
             )
         }
+        out["decided_here"] = dict(self.decided_here)
         out["failures"] = [failure.to_json() for failure in self.failures]
         out["unchecked"] = [{"record": record, "why": why} for record, why in self.unchecked]
         out["derived"] = [vars(derived) for derived in self.derived]
@@ -140,6 +148,13 @@ class Report:
             + (f"; {self.jobs_redrawn} jobs were drawn more than once" if self.jobs_redrawn else "")
             + (f"; {self.jobs_unanswered} jobs never got a verdict" if self.jobs_unanswered else "")
         )
+        if self.groups_untrained or self.decided_here:
+            who = ", ".join(f"{count} by {name[-8:]}" for name, count in self.decided_here.most_common())
+            out.append(
+                f"left out: {self.groups_untrained} accepted groups were never trained; "
+                f"{self.decided_here.total()} rollouts that a validator left undecided are decided here"
+                + (f" ({who})" if who else "")
+            )
         if self.seed:
             out.append(f"a share of {self.fraction:g} was drawn; draw the same again with --seed {self.seed}")
         for item in self.derived:
