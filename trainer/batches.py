@@ -11,16 +11,17 @@ Not covered: advantages and losses (the learner), whether a verdict is right (`v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import zstandard
 from blake3 import blake3
 
 from protocol import codec
 from protocol.errors import DecodeError, LedgerError, ProtocolError, ReasonCode, UsageError
-from protocol.limits import details_bound
+from protocol.limits import MAX_REWARD, details_bound
 from protocol.manifest import Run
 from protocol.records import (
     ACCEPT,
@@ -41,7 +42,7 @@ from protocol.seeds import group_id
 from protocol.state import RunState, SubmissionState
 from trainer.decoded import Decoded
 from trainer.leases import batch_rollouts
-from trainer.trainable import Trainable, in_range
+from trainer.trainable import LOGPROB_MAX, LOGPROB_MIN, Trainable, in_range
 from trainer.window import Group, Window
 from verifier.claims import contradiction
 
@@ -296,7 +297,9 @@ def check_details(
     if not accepted:
         return details
     rollouts = upload().rollouts
-    for position in accepted:
+    if accepted[-1] < len(rollouts) and _hold_together(accepted, rollouts, details, lease, rules, prompt_ids, bound):
+        return details
+    for position in accepted:  # one by one, to name what is wrong
         if position >= len(rollouts):
             raise DecodeError(f"rollout {position} was accepted but never submitted")
         rollout, detail = rollouts[position], details.rollouts[position]
@@ -319,6 +322,41 @@ def check_details(
     return details
 
 
+def _hold_together(
+    accepted: list[int],
+    rollouts: Sequence[Rollout],
+    details: VerdictDetails,
+    lease: Lease,
+    rules: Trainable,
+    prompt_ids: PromptIds,
+    bound: float,
+) -> bool:
+    """Whether all accepted rollouts surely pass what `check_details` asks of each; False where that has to be asked.
+
+    Numbers of all of them are compared at once: one by one they cost the coordinator as much as the rest of a verdict.
+    """
+    pairs = [(rollouts[position], details.rollouts[position]) for position in accepted]
+    prompts = [prompt_ids(lease.environment, lease.tasks[position // lease.samples]) for position in accepted]
+    for position, prompt, (rollout, detail) in zip(accepted, prompts, pairs, strict=True):
+        place = (lease.tasks[position // lease.samples], position % lease.samples)
+        count, size = len(rollout.tokens) // 4, len(rollout.tokens)
+        if (
+            (rollout.task, rollout.sample) != place
+            or detail.reward != rollout.reward
+            or not abs(detail.reward) <= MAX_REWARD
+            or not 0 < count <= min(lease.max_new_tokens, rules.max_context + 1 - len(prompt) // 4)
+            or not prompt
+            or (len(prompt) | size) % 4
+            or not size == len(detail.logprobs) == len(rollout.logprobs)
+        ):
+            return False
+    ids = np.frombuffer(b"".join({*prompts, *(rollout.tokens for rollout, _ in pairs)}), "<u4")
+    own = np.frombuffer(b"".join(detail.logprobs for _, detail in pairs), "<f4")
+    claimed = np.frombuffer(b"".join(rollout.logprobs for rollout, _ in pairs), "<f4")
+    within = (own >= LOGPROB_MIN) & (own <= LOGPROB_MAX) & (np.abs(own - claimed) <= bound)
+    return int(ids.max()) < rules.vocabulary and bool(within.all())
+
+
 def tokenizer_prompts(model_dir: Path, prompts: Callable[[bytes, int], str]) -> PromptIds:
     """Prompt ids through the model's tokenizer.json, remembered for the last 4096 tasks.
 
@@ -330,7 +368,6 @@ def tokenizer_prompts(model_dir: Path, prompts: Callable[[bytes, int], str]) -> 
     """
     from functools import lru_cache
 
-    import numpy as np
     from tokenizers import Tokenizer
 
     path = model_dir / "tokenizer.json"

@@ -29,8 +29,8 @@ from verifier.outcomes import batches_left, closing_indices
 FEWEST_LOST = 4
 """Lost or late leases before a node is tested at all: fewer are no evidence, and most honest runs cost nothing."""
 
-IDLE_SHARE = 50
-"""The next test of any node comes no sooner than this many times what the last one took: 2% of one core at most,
+IDLE_SHARE = 200
+"""The next test of any node comes no sooner than this many times what the last one took: 0.5% of one core at most,
 however long the run is. Later tests only find the same a little later."""
 
 MAX_PAUSE_S = 0.1
