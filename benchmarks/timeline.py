@@ -180,8 +180,8 @@ def _read(step: int, when: float, pids: Iterable[int]) -> Reading:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             used[pid] = (int(fields[11]) + int(fields[12])) * _TICK_S
-            ready[pid] = sum(int(task.read_text().split()[1]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-            ready[pid] *= 1e-9
+            waited = sum(int(task.read_text().split()[1]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+            ready[pid] = waited * 1e-9
         except OSError:  # it ended meanwhile
             used.pop(pid, None)
     idle = int(Path("/proc/stat").read_text().split(maxsplit=5)[4]) * _TICK_S

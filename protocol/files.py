@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import uuid
 from pathlib import Path
+from typing import BinaryIO
 
 
 def fsync_dir(path: Path) -> None:
@@ -14,6 +17,32 @@ def fsync_dir(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file of an archive that somebody else made, unbuffered.
+
+    Opening a pipe that nobody writes to would wait for ever, and reading a device would never end.
+
+    Raises:
+        OSError: it can't be opened, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def read_at_most(path: Path, limit: int) -> bytes:
+    """The first `limit` bytes of a regular file, or all of it. Raises OSError as `open_regular` does."""
+    with open_regular(path) as file:
+        size = min(limit, os.fstat(file.fileno()).st_size)
+        parts, left = [], size
+        while left > 0 and (part := file.read(left)):
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:

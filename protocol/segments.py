@@ -27,7 +27,7 @@ from blake3 import blake3
 from protocol.chain import Chain
 from protocol.envelope import Envelope, open_envelope
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
-from protocol.files import write_atomic
+from protocol.files import read_at_most, write_atomic
 from protocol.ledger import ENTRY_KIND, TREE_KIND, Ledger, StoredEntry
 from protocol.limits import MAX_ENVELOPE_BYTES, MIB
 from protocol.manifest import Run
@@ -191,8 +191,7 @@ def read_segments(directory: Path, run: Run) -> SealedLog:
     reader = _Reader(run)
     names = sorted(path.name for path in directory.iterdir() if path.name.endswith(".hwl"))
     for name in names:
-        with (directory / name).open("rb") as file:
-            data = file.read(MAX_SEGMENT_BYTES + 1)
+        data = read_at_most(directory / name, MAX_SEGMENT_BYTES + 1)
         if len(data) > MAX_SEGMENT_BYTES:
             reader.oversize(name)
         else:

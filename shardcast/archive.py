@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from protocol.envelope import open_envelope, parse
 from protocol.errors import EnvelopeError, ProtocolError, ReasonCode
+from protocol.files import open_regular
 from protocol.limits import MAX_ENVELOPE_BYTES, MAX_LAYOUT_BYTES, MAX_MODEL_FILE_BYTES, SHARD_BYTES
 from protocol.manifest import Run
 from shardcast.download import hash_region, preallocate, write_region
@@ -211,7 +212,7 @@ def _copy(source: Path, fd: int, start: int, limit: int) -> int:
     """Copy a file of at most `limit` bytes into an open one at `start`; returns its length (0 when missing)."""
     at = 0
     try:
-        file = source.open("rb", buffering=0)
+        file = open_regular(source)
     except FileNotFoundError:
         return 0
     with file:

@@ -29,7 +29,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from protocol.errors import ProtocolError, ReasonCode, UsageError
-from protocol.files import fsync_dir
+from protocol.files import fsync_dir, open_regular, read_at_most
 from protocol.limits import MAX_ENVELOPE_BYTES, SHARD_BYTES
 from protocol.manifest import Run
 from shardcast.errors import StoreError
@@ -55,7 +55,7 @@ def shard_name(index: int) -> str:
 def hash_file(path: Path) -> bytes:
     """BLAKE3 of a file, read in pieces of 1 MiB."""
     hasher = blake3()
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while piece := file.read(PIECE_BYTES):
             hasher.update(piece)
     return hasher.digest()
@@ -63,8 +63,7 @@ def hash_file(path: Path) -> bytes:
 
 def read_bounded(path: Path, limit: int) -> bytes:
     """A file's bytes. Raises StoreError(`oversize`) over the limit."""
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
+    data = read_at_most(path, limit + 1)
     if len(data) > limit:
         raise StoreError(f"{path} is over its bound of {limit} bytes; it was replaced or damaged", ReasonCode.OVERSIZE)
     return data

@@ -1,5 +1,6 @@
 """The audit against a real archive, damaged and rewritten in every way a stranger might try."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import replace
 
 import pytest
@@ -165,6 +167,31 @@ def test_unreadable_files_are_could_not_check(copy, pattern):
     report = audit(copy, Options())
     assert report.failures == [] and report.exit_code == 2
     assert any(record == str(path.relative_to(copy)) for record, _ in report.unchecked)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["submissions/*.hws", "submissions/*.hwv", "batches/*.hwb", "ledger/*.hwl", "published/e*/publication.hw",
+     "published/e*/shard-*.bin", "manifest.hw"],
+)  # fmt: skip
+def test_a_pipe_in_an_archive_is_named_and_not_waited_for(copy, pattern):
+    path = sorted(copy.glob(pattern))[0]
+    path.unlink()
+    os.mkfifo(path)
+    waited = []
+
+    def end_a_wait():
+        with contextlib.suppress(OSError):  # nobody has it open
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            waited.append(path)
+
+    watchdog = threading.Timer(30, end_a_wait)
+    watchdog.start()
+    report = audit(copy, FILES_ONLY)
+    watchdog.cancel()
+    assert not waited and report.exit_code in (1, 2)
+    named = [*records(report), *(record for record, _ in report.unchecked)]
+    assert str(path.relative_to(copy)) in " ".join(named) or path.parent.name in " ".join(named)
 
 
 def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path):

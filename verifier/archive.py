@@ -24,6 +24,7 @@ from protocol.chain import UPDATE_KIND, Chain, RunUpdate
 from protocol.envelope import Envelope, open_envelope, parse
 from protocol.errors import LedgerError, ProtocolError, ReasonCode, UsageError
 from protocol.evidence import REPORT_KIND
+from protocol.files import read_at_most
 from protocol.lease_rules import FAILED_KIND
 from protocol.limits import (
     MAX_ATTACHMENT_BYTES,
@@ -345,8 +346,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
         LedgerError: longer than that.
         OSError: it can't be read.
     """
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
+    data = read_at_most(path, limit + 1)
     if len(data) > limit:
         raise LedgerError(f"is over the bound of {limit} bytes", ReasonCode.OVERSIZE)
     return data
