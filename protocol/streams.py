@@ -68,26 +68,30 @@ class ControlStream:
     async def _fill(self, size: int, deadline_s: float) -> None:
         if len(self._buffer) >= size:
             return  # one read mostly brings the whole frame: a deadline for what is here costs more than the rest
-        try:
-            with trio.fail_after(deadline_s):
-                while len(self._buffer) < size:
-                    await self._receive()
-        except trio.TooSlowError as exc:
-            raise TransportError(f"the peer sent too little within {deadline_s:.0f} s", ReasonCode.TOO_SLOW) from exc
+        end = trio.current_time() + deadline_s
+        while len(self._buffer) < size:
+            await self._receive(end)
 
-    async def _receive(self) -> None:
+    async def _receive(self, end: float) -> None:
+        """Take in what comes next. Raises TransportError: nothing came by `end` (trio's clock), or the stream ended."""
         try:
-            self._buffer += await self._muxed.read(_READ_BYTES)
+            with trio.fail_at(end):
+                self._buffer += await self._muxed.read(_READ_BYTES)
+        except trio.TooSlowError as exc:
+            raise TransportError("the peer sent too slowly", ReasonCode.TOO_SLOW) from exc
         except STREAM_ERRORS as exc:
             raise TransportError(f"the peer's stream ended: {describe(exc)}") from exc
         self.received_at = trio.current_time()
 
     async def wait_readable(self, idle_s: float) -> bool:
         """True once bytes are there, False if none came within `idle_s`."""
-        if not self._buffer:
-            with trio.move_on_after(idle_s):
-                while not self._buffer:
-                    await self._receive()
+        end = trio.current_time() + idle_s
+        try:
+            while not self._buffer:
+                await self._receive(end)
+        except TransportError as exc:
+            if exc.code != ReasonCode.TOO_SLOW:
+                raise
         return bool(self._buffer)
 
     async def read_head(self) -> tuple[int, int]:
@@ -113,7 +117,7 @@ class ControlStream:
             kept += max(arrived, 0)
             if kept == size:
                 break
-            await self._receive_by(started + transfer_deadline_s(kept))
+            await self._receive(started + transfer_deadline_s(kept))
         body = bytes(self._buffer[:size])
         del self._buffer[:size]
         return body
@@ -127,14 +131,7 @@ class ControlStream:
             read += here
             if read == size:
                 return
-            await self._receive_by(started + transfer_deadline_s(read))
-
-    async def _receive_by(self, end: float) -> None:
-        try:
-            with trio.fail_at(end):
-                await self._receive()
-        except trio.TooSlowError as exc:
-            raise TransportError("the peer sent too slowly", ReasonCode.TOO_SLOW) from exc
+            await self._receive(started + transfer_deadline_s(read))
 
     async def send(self, number: int, packed: bytes) -> None:
         """Write one frame, after those before it. Abandoned half-way, by a deadline or a cancel, it ends the stream."""

@@ -61,7 +61,6 @@ UNBOUNDED = {
     ("protocol/engine.py", "read_frame"): "both ends call it under a timeout",
     ("protocol/libp2p_fixes.py", "write"): "`streams` writes under a timeout",
     ("protocol/lines.py", "request"): "`Lines.request` runs it under `move_on_at`",
-    ("protocol/streams.py", "_receive"): "every caller waits under a timeout",
     ("shardcast/source.py", "_refusal"): "aiohttp's sock_read and total deadlines, set with the request",
     ("trainer/members.py", "_challenge"): "the session's total deadline, PROBE_S",
     # Our own processes over private sockets.
