@@ -44,6 +44,9 @@ class Sink(Protocol):
     def verified(self, record: ShardRecord) -> None:
         """All bytes of this shard were written and have the signed hash."""
 
+    def let_go(self, index: int) -> None:
+        """This shard is not finished by the task that wrote it: the part that came is of no use."""
+
     def abandon(self) -> None:
         """Remove what was written."""
 
@@ -162,6 +165,8 @@ class Download:
             if self._blame is not None:
                 self._blame(self.publication, source, record, exc)
         finally:
+            if record.index in self.missing:
+                self.sink.let_go(record.index)
             health.in_flight -= 1
             self._busy.pop(record.index, None)
 

@@ -69,6 +69,11 @@ class StoreSink:
         # The last shard, the manifest and the head become visible together: one answer instead of three.
         self._store.show_shard(self._feed, record, envelope, wake=not last)
 
+    def let_go(self, index: int) -> None:
+        if index in self._open:
+            self._close(index)
+            self._aside(index).unlink(missing_ok=True)
+
     def abandon(self) -> None:
         for index in list(self._open):
             self._close(index)

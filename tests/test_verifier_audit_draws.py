@@ -32,7 +32,7 @@ def late(builder):
     builder.work("cat", 1, builder.policy_of(1), (150, 151), honest=True, refused=True)
     chain.append("evidence.drop", DropEvidence(identity("bob").public, 10, 5, 5, 20.0, 0.1, 0.5))
     state = builder.state()
-    counted = drop_evidence(state, identity("ann").public, lambda submission, rollout: 0.5, state.size)
+    counted = drop_evidence(state, identity("ann").public, lambda submission, rollout: (0.5, 4), state.size)
     assert counted.returned > 0
     chain.append("evidence.drop", replace(counted, log_e=20.0, lost_mean=-0.5, returned_mean=0.5))
 
