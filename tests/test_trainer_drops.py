@@ -244,6 +244,6 @@ async def test_one_turn_tests_one_node_when_that_takes_long(tmp_path: Path, monk
         drops.run()
         drops.run()  # too early for the next one
         assert len(tested) == turn
-        seconds += trainer.drops.IDLE_SHARE * 0.2 + 1
+        seconds += trainer.drops.LATE_IDLE_SHARE * 0.2 + 1
     assert [node.key for node in tested] == keys[::-1]  # who waits longest comes first
     run.desk.close()

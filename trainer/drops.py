@@ -29,9 +29,12 @@ from verifier.outcomes import batches_left, closing_indices
 FEWEST_LOST = 4
 """Lost or late leases before a node is tested at all: fewer are no evidence, and most honest runs cost nothing."""
 
-IDLE_SHARE = 200
-"""The next test of any node comes no sooner than this many times what the last one took: 0.5% of one core at most,
+IDLE_SHARE = 50
+"""The next test of any node comes no sooner than this many times what the last one took: 2% of one core at most,
 however long the run is. Later tests only find the same a little later."""
+
+LATE_IDLE_SHARE = 400
+"""The same for nodes that lost nothing but were late: honest ones are, in a run that uses all the staleness it may."""
 
 MAX_PAUSE_S = 0.1
 """Nobody else is tested in the same turn once this has gone by: the coordinator answers nobody meanwhile."""
@@ -56,6 +59,7 @@ class Drops:
     _due: dict[bytes, int] = field(default_factory=dict)
     """Who is to be tested -> batches closed when that was found."""
     _not_before: float = 0.0
+    _late_not_before: float = 0.0
 
     def __post_init__(self) -> None:
         state = self.book.state
@@ -104,10 +108,15 @@ class Drops:
         # Whoever sits on a piece of it holds the test up for no longer than such a piece could be of use to a batch.
         held_up = {lost.owner for lost in window.lost.values()}
         patience = window.max_staleness
-        ready = [key for key, since in self._due.items() if key not in held_up or window.batches - since > patience]
-        if not ready or self.monotonic() < self._not_before or state.finished is not None:
-            return False
         begun, found = self.monotonic(), False
+        ready = [
+            key
+            for key, since in self._due.items()
+            if (key not in held_up or window.batches - since > patience)
+            and (losses[key] >= FEWEST_LOST or begun >= self._late_not_before)
+        ]
+        if not ready or begun < self._not_before or state.finished is not None:
+            return False
         for key in sorted(ready, key=lambda key: (self._due[key], key)):
             found = self._test(state.nodes[key]) or found
             del self._due[key]
@@ -115,6 +124,7 @@ class Drops:
                 break
         done = self.monotonic()
         self._not_before = done + IDLE_SHARE * (done - begun)
+        self._late_not_before = max(self._late_not_before, done + LATE_IDLE_SHARE * (done - begun))
         return found
 
     def _count_if_late(self, submission: SubmissionState, closings: list[int]) -> None:
