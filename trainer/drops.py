@@ -36,6 +36,9 @@ however long the run is. Later tests only find the same a little later."""
 LATE_IDLE_SHARE = 400
 """The same for nodes that lost nothing but were late: honest ones are, in a run that uses all the staleness it may."""
 
+PATIENCE = 4
+"""Times the staleness, in batches, that a test waits for a moment with nothing of the node's about to be done again."""
+
 MAX_PAUSE_S = 0.1
 """Nobody else is tested in the same turn once this has gone by: the coordinator answers nobody meanwhile."""
 
@@ -104,10 +107,10 @@ class Drops:
         for key in list(self._due):
             if losses[key] + self._late[key] < FEWEST_LOST or state.nodes[key].state == "suspended":
                 del self._due[key]
-        # What a node lost last is about to be done again: by the time it is suspended, all it kept back is known.
-        # Whoever sits on a piece of it holds the test up for no longer than such a piece could be of use to a batch.
+        # What a node lost last is about to be done again: by the time it is suspended, all it kept back is known. One
+        # that loses leases all the time gets a few chances to have none out; whoever sits on them can't add to those.
         held_up = {lost.owner for lost in window.lost.values()}
-        patience = window.max_staleness
+        patience = PATIENCE * window.max_staleness
         begun, found = self.monotonic(), False
         ready = [
             key
