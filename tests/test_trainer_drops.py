@@ -88,9 +88,8 @@ async def test_who_loses_leases_at_random_is_left_alone(tmp_path: Path, monkeypa
     run.desk.close()
 
 
-async def test_nobody_is_suspended_while_a_lease_it_lost_is_on_its_way_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def beyond_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lossy:
+    """A run whose `node` dropped enough bad leases, and was not tested yet."""
     run = Lossy(tmp_path, monkeypatch)
     monkeypatch.setattr(trainer.drops, "DROP_LOG_E", 1e9)
     for name in ("node", "other-0", "other-1"):
@@ -98,6 +97,13 @@ async def test_nobody_is_suspended_while_a_lease_it_lost_is_on_its_way_back(
     for _ in range(60):
         assert await run.round(chooses=True)
     monkeypatch.undo()
+    return run
+
+
+async def test_nobody_is_suspended_while_a_lease_it_lost_is_on_its_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await beyond_chance(tmp_path, monkeypatch)
     desk = run.desk
     node = desk.state.nodes[actor_identity("node").public]
     lease = desk.lease("node")
@@ -116,13 +122,7 @@ async def test_nobody_is_suspended_while_a_lease_it_lost_is_on_its_way_back(
 async def test_who_sits_on_what_was_lost_holds_the_test_up_for_a_few_batches_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Lossy(tmp_path, monkeypatch)
-    monkeypatch.setattr(trainer.drops, "DROP_LOG_E", 1e9)
-    for name in ("node", "other-0", "other-1"):
-        await run.answer(run.desk.lease(name))
-    for _ in range(60):
-        assert await run.round(chooses=True)
-    monkeypatch.undo()
+    run = await beyond_chance(tmp_path, monkeypatch)
     desk = run.desk
     drops, node = desk.judging.drops, desk.state.nodes[actor_identity("node").public]
     desk.lose(desk.lease("node"))
