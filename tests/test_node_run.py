@@ -162,12 +162,14 @@ def test_members_leave_and_come_back_and_nothing_is_lost(river, tmp_path):
     river.wait("the receipt", lambda: (part / "receipts" / f"{unsent}.hw").exists())
     assert node.events("upload.resend")[-1]["lease"] == unsent
 
-    # a validator leaves with jobs drawn for it: the other one does them
-    first = river.members["validator-1"]
-    first.process.send_signal(signal.SIGSTOP)
-    river.advance_until("a submission that waits", lambda: river.status()["rollouts"]["pending"] > 0)
+    # a validator leaves with jobs drawn for it: the other one does them. Both stand still first, whoever is drawn
+    first, second = river.members["validator-1"], river.members["validator-2"]
+    for validator in (first, second):
+        validator.process.send_signal(signal.SIGSTOP)
+    river.advance_until("submissions that wait", lambda: river.status()["rollouts"]["pending"] > 8)
     first.process.send_signal(signal.SIGCONT)
     assert first.stop() == 0
+    second.process.send_signal(signal.SIGCONT)
     assert "submissions judged" in first.said.read_text()
     accepted = river.node("node-1")["accepted"]
     river.wait("work with one validator", lambda: river.node("node-1")["accepted"] > accepted)
