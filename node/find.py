@@ -1,4 +1,4 @@
-"""Which run is meant: from what the person typed to the manifest that its run id names.
+"""From the run a person named (`protocol.targets`) to the manifest that its run id names.
 
 Not covered: following the manifest chain later on (`manifest`), and joining (`join`).
 """
@@ -7,65 +7,23 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 
 from node.backoff import Backoff
 from node.errors import NodeError
 from node.home import Home
 from node.log import EventLog
 from protocol.control import fetch_chain
-from protocol.errors import ManifestError, ProtocolError, UsageError
+from protocol.errors import ManifestError, ProtocolError
 from protocol.files import write_atomic
 from protocol.host import HostProcess
-from protocol.identity import parse_peer_id, peer_id_text
 from protocol.limits import MAX_ENVELOPE_BYTES
-from protocol.manifest import Run, open_manifest, parse_share_code
+from protocol.manifest import Run, open_manifest
+from protocol.targets import Target
 
 FIND_DEADLINE_S = 180.0
 """How long a first contact is tried. A run that starts at the same moment as its nodes needs most of a minute."""
 
 _ASK_S = 10.0
-_MULTIADDR = ("/ip4/", "/ip6/", "/dns/", "/dns4/", "/dns6/")
-_MAX_CODE_BYTES = 65536
-
-
-@dataclass(frozen=True)
-class Target:
-    """Which run, and whom to ask for its manifest. `run` is None when only an address was given."""
-
-    run: bytes | None
-    addresses: tuple[str, ...]
-
-
-def resolve(text: str) -> Target:
-    """The run that `--run` names.
-
-    Raises:
-        UsageError: neither an address, a share code nor a file that holds one.
-    """
-    word = text.strip()
-    if not word.startswith(_MULTIADDR) and not word.startswith("hw1"):
-        path = Path(word).expanduser()
-        try:
-            with path.open(encoding="utf-8") as file:
-                word = file.read(_MAX_CODE_BYTES).strip()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise UsageError(
-                f"--run {text}: no share code (hw1...), no multiaddr, and no file that can be read ({exc}); "
-                "ask the run's operator for its share code"
-            ) from exc
-    if word.startswith(_MULTIADDR):
-        try:
-            parse_peer_id(word.partition("/p2p/")[2])
-        except ProtocolError as exc:
-            raise UsageError(f"--run {text}: the address must end in /p2p/ and the coordinator's peer id") from exc
-        return Target(None, (word,))
-    try:
-        code = parse_share_code(word)
-    except ManifestError as exc:
-        raise UsageError(f"--run {text}: {exc}") from exc
-    suffix = "/p2p/" + peer_id_text(code.transport)
-    return Target(code.run, tuple(a if "/p2p/" in a else a + suffix for a in code.addresses))
 
 
 @dataclass(frozen=True)

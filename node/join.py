@@ -31,7 +31,7 @@ from environments.base import Environment
 from environments.errors import EnvironmentSpecError
 from environments.registry import load as load_environment
 from node.errors import LeavingError, NodeError, UpgradeRequiredError
-from node.find import Target, find_run, resolve
+from node.find import find_run
 from node.heads import HeadKeeper
 from node.home import Home, RunHome
 from node.log import EventLog
@@ -48,6 +48,7 @@ from protocol.limits import PROTOCOL_VERSION
 from protocol.manifest import Run
 from protocol.preflight import require
 from protocol.sequences import Sequences
+from protocol.targets import Target, resolve
 from shardcast.pacing import Pacing
 from shardcast.passes import Presenter
 from shardcast.puller import Puller

@@ -1,9 +1,6 @@
 """`node receipts`: the promises this home holds, and whether an archive of the run kept them.
 
-    signature   the run's coordinator signed it for this node
-    leaf        the archive's ledger has the promised entry at the promised index: this lease, these bytes, this owner
-    root        the first `tree_size` entries of the archive's ledger have the promised root
-
+What a receipt promises and how it is held against a ledger: `verifier.promises`, which `verifier audit --receipt` uses.
 A receipt that an archive can't confirm is named and makes the exit code 1, also when the archive merely ends before the
 promised entry: a ledger that was cut short looks the same.
 
@@ -19,16 +16,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from protocol.chain import Chain
 from protocol.commands import printable
-from protocol.envelope import Envelope, open_envelope, parse
+from protocol.envelope import Envelope, parse
 from protocol.errors import ProtocolError, UsageError
 from protocol.identity import load_identity
 from protocol.limits import MAX_ENVELOPE_BYTES
 from protocol.manifest import Run, open_manifest
-from protocol.merkle import MerkleLog, leaf_hash
-from protocol.records import Receipt, UploadIntent
+from protocol.records import Receipt
 from protocol.segments import SealedLog, read_segments
+from verifier.promises import Promises
 
 SHOWN = 20
 """Rows of the table for people; `--json` has all."""
@@ -106,60 +102,16 @@ def kept_receipts(folder: Path, owner: bytes, archive: tuple[Run, SealedLog] | N
 def _checked(
     opened: Sequence[tuple[Kept, Envelope, Receipt]], owner: bytes, run: Run, log: SealedLog
 ) -> list[tuple[Kept, Envelope, Receipt]]:
-    chain = log.chain or Chain(run)
-    roots = _roots(log, {receipt.tree_size for _, _, receipt in opened})
-    entries = {sealed.index: sealed for sealed in log.entries}
+    ledger = Promises(run, log, {receipt.tree_size for _, _, receipt in opened})
 
     def problem(envelope: Envelope, receipt: Receipt) -> str:
-        try:
-            open_envelope(envelope.raw, run=run.id, kind="receipt", audience=owner)
-        except ProtocolError as exc:
-            return f"its signature does not hold for this node: {exc}"
-        if envelope.signer not in chain.keys_at("coordinator", receipt.tree_size - 1):
-            return "it was not signed by a coordinator of this run"
-        if receipt.index >= receipt.tree_size:
-            return "the promised entry lies outside the promised tree"
-        if receipt.tree_size > log.size:
-            return f"the archive's ledger ends after {log.size} entries, {receipt.tree_size} were promised"
-        sealed = entries.get(receipt.index)
-        if sealed is None:
-            return f"entry {receipt.index} of the archive's ledger is missing or damaged"
-        if leaf_hash(sealed.envelope.raw) != receipt.leaf:
-            return f"the archive's ledger has another entry {receipt.index} than was promised"
-        if sealed.entry.event != "submission" or not _names(sealed.entry.subject, owner, receipt):
-            return f"entry {receipt.index} is not this node's submission of these bytes"
-        root = roots.get(receipt.tree_size)
-        if root is None:
-            return f"an entry before {receipt.tree_size} is damaged, so the promised root can't be computed"
-        if root != receipt.tree_root:
-            return f"the first {receipt.tree_size} entries of the archive's ledger have another root than was promised"
-        return ""
+        unkept = ledger.receipt(envelope, receipt, owner)
+        return unkept.message if unkept is not None else ""
 
     return [
         (replace(kept, problem=kept.problem or problem(envelope, receipt)), envelope, receipt)
         for kept, envelope, receipt in opened
     ]
-
-
-def _names(subject: bytes, owner: bytes, receipt: Receipt) -> bool:
-    try:
-        envelope = parse(subject)
-        intent = envelope.record(UploadIntent)
-    except ProtocolError:
-        return False
-    return (envelope.signer, intent.lease_id, intent.digest) == (owner, receipt.lease_id, receipt.digest)
-
-
-def _roots(log: SealedLog, sizes: set[int]) -> dict[int, bytes]:
-    """Tree size -> root, for those that can be computed from the archive: every entry before must be readable."""
-    tree, roots = MerkleLog(), {}
-    for sealed in log.entries:
-        if sealed.index != tree.size:
-            break
-        tree.append(leaf_hash(sealed.envelope.raw))
-        if tree.size in sizes:
-            roots[tree.size] = tree.root()
-    return roots
 
 
 def _open_archive(directory: Path) -> tuple[Run, SealedLog]:

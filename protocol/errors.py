@@ -78,6 +78,7 @@ class ReasonCode(StrEnum):
     DRAW_WRONG = "draw-wrong"
     DRAW_NOT_REVEALED = "draw-not-revealed"
     HEADS_CONFLICT = "heads-conflict"
+    PROMISE_BROKEN = "promise-broken"
     # engine
     ENGINE_REFUSED = "engine-refused"
     ENGINE_FAILED = "engine-failed"

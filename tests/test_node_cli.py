@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from node.find import resolve
 from node.handover import next_node
 from node.home import Home
 from protocol.errors import UsageError
 from protocol.identity import Identity, load_identity
 from protocol.manifest import ShareCode, format_share_code
+from protocol.targets import resolve
 
 BIN = Path(sys.executable).parent
 NODE = str(BIN / "node")

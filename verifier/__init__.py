@@ -7,6 +7,7 @@
     calibrate    measuring honest noise through an engine         errors       the error tree
     blocks       reading long rollouts no further than needed     drops        does a key keep back what did badly
     audit, archive, draws, batches, report, explain, cli   a run's archive, checked from its files alone
+    promises     what members kept of a ledger, held against an archive
 
 Importing this package imports none of them.
 """

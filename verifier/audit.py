@@ -1,5 +1,6 @@
 """`verifier audit`: check a run from its files alone, as somebody who trusts nobody in it.
 
+    which run    the id that the auditor came with, and promises that members kept; see `promises`
     ledger       segments, tree heads, the manifest chain, every subject's signature, and the rules of the fold
     draws        who judged what follows from secrets bound before and revealed after; see `draws`
     files        every upload and verdict's details against the hashes that were signed
@@ -48,6 +49,7 @@ from verifier.drops import drop_evidence
 from verifier.errors import VerifierError
 from verifier.judge import Judgement, judge_upload
 from verifier.model import PolicyModel, load_policy, prompt_ids
+from verifier.promises import check_promises, read_promises
 from verifier.report import Derived, Failure, Report
 
 _ONE_THREAD_HIDDEN = 512
@@ -66,16 +68,23 @@ class Options:
     """Share of submissions whose verdicts are derived again; everything else is always checked."""
     seed: str = ""
     """Hex; empty draws a fresh one, so that nobody can know beforehand what will be looked at."""
+    run: bytes = b""
+    """Run id that the archive must have; empty takes whichever run it says it is."""
+    receipts: tuple[Path, ...] = ()
+    """Receipts that a node kept, to be held against the ledger."""
+    heads: tuple[Path, ...] = ()
+    """Signed tree heads that a member kept (`head.hw`)."""
 
 
 def audit(root: Path, options: Options, progress: Progress = lambda done, total: None) -> Report:
     """Audit a run directory.
 
     Raises:
-        UsageError: not a run directory, or no such rollout in it.
+        UsageError: not a run directory, no such rollout in it, or a receipt or head is none.
     """
     started = time.monotonic()
     report = Report()
+    brought = read_promises(options.receipts, options.heads)
     try:
         archive = RunArchive.open(root)
     except UsageError:
@@ -87,12 +96,18 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
         report.unchecked.append((_inside(root, exc), f"can't be read, so nothing can be checked: {exc.strerror}"))
         return report
     report.run, report.entries = archive.run.id.hex(), archive.log.size
+    if options.run and options.run != archive.run.id:
+        text = f"is the manifest of run {archive.run.id.hex()}, not of {options.run.hex()}; nothing else was checked"
+        report.fail(MANIFEST, ReasonCode.WRONG_RUN, text)
+        return report
+    report.run_compared = bool(options.run)
     if not archive.started:
         report.unchecked.append(("ledger", "nothing to check yet: the run has not started, or sealed nothing so far"))
         return report
     for problem in archive.problems:
         report.add(problem)
     state = _check_rules(archive, report)
+    check_promises(archive, brought, report)
     threads = torch.get_num_threads()
     try:
         with tempfile.TemporaryDirectory(prefix="headwater-audit-") as scratch:

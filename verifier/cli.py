@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from protocol.commands import fail
 from protocol.errors import HeadwaterError, UsageError
@@ -20,6 +21,7 @@ Command = Callable[[argparse.Namespace], int]
 
 _EPILOG = """examples:
   verifier audit runs/first                    check everything; nothing is written there
+  verifier audit runs/first --run hw1...       and that it is the run whose share code you hold
   verifier audit runs/first --fraction 0.1     a tenth of the rollouts, all of the rest
   verifier explain token-not-forced            what a rejection means, and what to do"""
 
@@ -69,8 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run_command=command)
         return sub
 
-    sub = add("audit", _audit, "check a run's archive offline", "verifier audit runs/first --fraction 0.1")
-    sub.add_argument("run", type=Path, metavar="RUN", help="run directory; nothing is written into it")
+    sub = add("audit", _audit, "check a run's archive offline", "verifier audit runs/first --run hw1...")
+    sub.add_argument("path", type=Path, metavar="RUN", help="run directory; nothing is written into it")
+    files: dict[str, Any] = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
+    sub.add_argument("--run", default="", metavar="CODE", help="it must be this run: share code, file with one, or id")
+    sub.add_argument("--receipt", **files, help="its ledger must keep this: HOME/runs/ID/receipts/*.hw; repeatable")
+    sub.add_argument("--head", **files, help="its ledger must begin as signed here: HOME/runs/ID/head.hw; repeatable")
     sub.add_argument("--rollout", default="", metavar="ID", help="derive only this one: <lease id>:<task>:<sample>")
     sub.add_argument("--fraction", type=_share, default=1.0, metavar="P", help="share of submissions to derive again")
     sub.add_argument("--seed", type=_hex, default="", metavar="HEX", help="with --fraction: repeat an earlier draw")
@@ -112,12 +118,16 @@ def _hex(text: str) -> str:
 
 
 def _audit(args: argparse.Namespace) -> int:
+    from protocol.targets import resolve_id
     from verifier.progress import bar
+
+    run = resolve_id(args.run) if args.run else b""
 
     with bar("checking", "rollouts", quiet=args.json) as progress:  # before the imports, which take seconds
         from verifier.audit import Options, audit
 
-        report = audit(args.run, Options(args.rollout, args.fraction, args.seed), progress)
+        options = Options(args.rollout, args.fraction, args.seed, run, tuple(args.receipt), tuple(args.head))
+        report = audit(args.path, options, progress)
     _print(json.dumps(report.to_json()) if args.json else "\n".join(report.lines()))
     return report.exit_code
 

@@ -47,9 +47,11 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "If your own messages are refused, the key file was replaced: compare `node id` with the id you joined with.",
     ),
     ReasonCode.WRONG_RUN: Explanation(
-        "The message belongs to another run.",
-        _TRANSPORT,
-        "Use one --home per run, and join with the share code of this run.",
+        "The message, or the archive that is audited, belongs to another run than the one that was asked for.",
+        "Of a message: " + _TRANSPORT[0].lower() + _TRANSPORT[1:] + " Of an archive: a run's id is the hash of its "
+        "first manifest, so nobody can make another run that has it.",
+        "Use one --home per run, and join with the share code of this run. Auditors: whoever gave you this archive "
+        "gave you that of another run; ask for the one whose code you hold.",
     ),
     ReasonCode.WRONG_KIND: Explanation(
         "A validly signed message of one kind was presented as another kind.",
@@ -331,6 +333,14 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Both heads carry its signature, and no log can contain both. Anybody who has the two envelopes can check it.",
         "Keep both files: they are the proof. Stop working for the run, tell its other members, ask the operator. A "
         "restore from a backup must be announced by the root key.",
+    ),
+    ReasonCode.PROMISE_BROKEN: Explanation(
+        "The archive's ledger does not hold what a receipt or a signed head promised: the entry is another one, or "
+        "the ledger ends before it.",
+        "A receipt is given only once the entry is on the coordinator's disk, and carries its signature: what was "
+        "promised can be left out of a ledger only by writing it anew, or by cutting it off.",
+        "Keep the file, it is the proof, and ask for the whole archive of the run. If that does not hold it either, "
+        "show both to the run's operator and to its other members.",
     ),
     # engine
     ReasonCode.ENGINE_REFUSED: Explanation(

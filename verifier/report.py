@@ -52,6 +52,11 @@ class Derived:
 @dataclass
 class Report:
     run: str = ""
+    """The run id that the archive's own manifest gives, hex."""
+    run_compared: bool = False
+    """It is the one that the auditor came with. Otherwise the archive alone says which run it is."""
+    promises_kept: int = 0
+    """Receipts and heads that the auditor brought and the ledger holds."""
     entries: int = 0
     """Ledger entries read."""
     publications: int = 0
@@ -107,6 +112,8 @@ class Report:
             name: getattr(self, name)
             for name in (
                 "run",
+                "run_compared",
+                "promises_kept",
                 "entries",
                 "publications",
                 "batches",
@@ -136,6 +143,14 @@ class Report:
     def lines(self, most: int = 20) -> list[str]:
         """The report for a person: what was checked, what fails, what to do next."""
         out = [
+            f"run id {self.run or 'unknown'}: "
+            + (
+                "the one you asked for"
+                if self.run_compared
+                else "not compared with anything. Whoever writes a whole run anew gets another id: compare it, or pass "
+                "the run's share code with --run"
+            )
+            + (f"; {self.promises_kept} kept promises are in its ledger" if self.promises_kept else ""),
             f"run {self.run[:16]}: {self.entries} ledger entries, {self.publications} publications, "
             f"{self.batches} batches{'' if self.finished else ', not finished yet'}",
             f"rollouts: {self.rollouts_checked} of {self.rollouts_total} derived again, {self.rollouts_held} held; "
