@@ -79,6 +79,7 @@ class ReasonCode(StrEnum):
     DRAW_NOT_REVEALED = "draw-not-revealed"
     HEADS_CONFLICT = "heads-conflict"
     PROMISE_BROKEN = "promise-broken"
+    MANIFEST_FORKED = "manifest-forked"
     # engine
     ENGINE_REFUSED = "engine-refused"
     ENGINE_FAILED = "engine-failed"

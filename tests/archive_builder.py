@@ -45,6 +45,7 @@ from protocol.records import (
     TreeHead,
     Verdict,
 )
+from protocol.run_files import update_file
 from protocol.seeds import group_id, sampling_seed
 from protocol.segments import pack_segment, read_segments, seal_missing, segment_name
 from protocol.sequences import Sequences
@@ -64,6 +65,7 @@ __all__ = [
     "make_manifest",
     "reseal",
     "rewrite",
+    "write_updates",
 ]
 
 # --- a whole archive ----------------------------------------------------------------------------------------------
@@ -153,6 +155,7 @@ class _Builder:
         asyncio.run(ledger.commit())
         seal_missing(ledger, self.root / "ledger")
         ledger.close()
+        write_updates(self.root, chain.links.updates)
         names = ["root", "coordinator", "coordinator-2", "origin", "val", "vic", "rel", "ann", "bob", "cat", "mal"]
         keys = {identity(name).public: identity(name) for name in names}
         return BuiltArchive(self.root, chain, self.accepted, self.submissions, self.verdicts, keys)
@@ -408,6 +411,14 @@ def _write_checkpoint(folder: Path, model, step: int) -> None:
     data = path.read_bytes()
     entry = {"size": len(data), "blake3": blake3(data).hexdigest()}
     (folder / "checkpoint.json").write_text(json.dumps({"epoch": 0, "step": step, "files": {path.name: entry}}))
+
+
+def write_updates(root: Path, raws: list[bytes]) -> None:
+    """As `trainer key` leaves them: where a coordinator looks for the manifest's updates."""
+    for number, raw in enumerate(raws, 1):
+        path = update_file(root, number)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(raw)
 
 
 # --- rewriting history --------------------------------------------------------------------------------------------

@@ -221,6 +221,15 @@ class RunArchive:
             if envelope is not None and self.chain.revoked(envelope.signer, sealed.index):
                 yield sealed.index, envelope.signer
 
+    def signed_from(self, key: bytes, index: int) -> Iterator[int]:
+        """Entries from `index` on that a key signed, or whose subject it signed. Entry 0 says what the run id says."""
+        for sealed in self.log.entries:
+            if sealed.index < max(index, 1):
+                continue
+            subject = parse(sealed.entry.subject).signer if sealed.index in self._noted else b""
+            if key in (sealed.envelope.signer, subject):
+                yield sealed.index
+
     def announced(self) -> dict[tuple[int, int], bytes]:
         """(epoch, step) -> root of each policy that a key announced which counted at that entry."""
         gone = {index for index, _ in self.signed_by_revoked()}

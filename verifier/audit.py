@@ -2,6 +2,7 @@
 
     which run    the id that the auditor came with, and promises that members kept; see `promises`
     ledger       segments, tree heads, the manifest chain, every subject's signature, and the rules of the fold
+    updates      the manifest's updates as files, against the chain that the ledger tells; see `updates`
     draws        who judged what follows from secrets bound before and revealed after; see `draws`
     files        every upload and verdict's details against the hashes that were signed
     weights      every publication: signatures, shard hashes, root, and the ledger's announcement of it
@@ -51,6 +52,7 @@ from verifier.judge import Judgement, judge_upload
 from verifier.model import PolicyModel, load_policy, prompt_ids
 from verifier.promises import check_promises, read_promises
 from verifier.report import Derived, Failure, Report
+from verifier.updates import check_updates
 
 _ONE_THREAD_HIDDEN = 512
 """Models this narrow run on one thread: with two, the threads wait for each other (50 s of CPU instead of 6)."""
@@ -108,6 +110,7 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
         report.add(problem)
     state = _check_rules(archive, report)
     check_promises(archive, brought, report)
+    check_updates(archive, report)
     threads = torch.get_num_threads()
     try:
         with tempfile.TemporaryDirectory(prefix="headwater-audit-") as scratch:

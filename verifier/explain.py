@@ -342,6 +342,13 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Keep the file, it is the proof, and ask for the whole archive of the run. If that does not hold it either, "
         "show both to the run's operator and to its other members.",
     ),
+    ReasonCode.MANIFEST_FORKED: Explanation(
+        "The run's root key signed two different updates of the manifest for one place: two sets of rules, or of keys.",
+        "Nobody but the root key can sign an update, each names the one before by hash and takes the next number, and "
+        "no chain can hold both.",
+        "Ask the holder of the root key which one is meant, and why there are two. Operators: sign updates only with "
+        "`trainer key`, in one run directory, and never from an older copy of it.",
+    ),
     # engine
     ReasonCode.ENGINE_REFUSED: Explanation(
         "The engine refused a request.", _RETRY, "Read the engine's message; the lease goes to another node."
