@@ -80,6 +80,8 @@ class ReasonCode(StrEnum):
     HEADS_CONFLICT = "heads-conflict"
     PROMISE_BROKEN = "promise-broken"
     MANIFEST_FORKED = "manifest-forked"
+    ORIGIN_FORKED = "origin-forked"
+    ACCUSATION_FALSE = "accusation-false"
     # engine
     ENGINE_REFUSED = "engine-refused"
     ENGINE_FAILED = "engine-failed"

@@ -38,7 +38,7 @@ class ForkError(ShardcastError):
     `evidence` holds both envelopes as they arrived. Whoever sees this stops swapping weights and says so.
     """
 
-    code = ReasonCode.HASH_MISMATCH
+    code = ReasonCode.ORIGIN_FORKED
 
     def __init__(self, message: str, evidence: tuple[bytes, ...] = ()) -> None:
         super().__init__(message)

@@ -12,6 +12,7 @@ Not covered: published weights (`shardcast.archive`), and whether a verdict is r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +160,8 @@ class Facts:
     policies: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)
     """(epoch, step) -> ledger index and root."""
     jobs: dict[bytes, JobDrawn] = field(default_factory=dict)
+    accusations: dict[int, RelayReport] = field(default_factory=dict)
+    """Ledger index -> what shows that a relay lied."""
     drops: dict[int, DropEvidence] = field(default_factory=dict)
     """Ledger index -> evidence that a key kept results back."""
 
@@ -254,6 +257,14 @@ class RunArchive:
         """The manifest that held when entry `index` was written."""
         return self.chain.at([digest for at, digest in self._links if at <= index][-1]).manifest
 
+    def chain_at(self, index: int) -> Chain:
+        """The chain as it was when entry `index` was written: without what was revoked later."""
+        known = {digest for at, digest in self._links if at <= index}
+        chain = Chain(self.run)
+        for link in itertools.takewhile(lambda link: link.digest in known, self.chain.links):
+            chain = chain.extend(link.raw)
+        return chain
+
     def submission(self, fact: SubmissionFact) -> bytes:
         """The compressed upload, its hash checked. Raises LedgerError, OSError."""
         blob = self._hashed(fact.file, MAX_SUBMISSION_BYTES, fact.intent.digest)
@@ -317,8 +328,13 @@ class RunArchive:
                 raise LedgerError("the lease asks for no rollouts, or for more than a submission can hold")
             facts.leases[record.lease_id] = (record, envelope.audience)
         elif isinstance(record, PolicyHead):
-            self._check_signer(envelope, "origin")
-            facts.policies.setdefault((record.epoch, record.step), (index, record.root))
+            signer = self._check_signer(envelope, "origin").signer
+            at, root = facts.policies.setdefault((record.epoch, record.step), (index, record.root))
+            if root != record.root and not self.chain.revoked(signer, index):
+                text = (
+                    f"another root of epoch {record.epoch} step {record.step} than ledger/{at}; the origin signed both"
+                )
+                raise LedgerError(text, ReasonCode.ORIGIN_FORKED)
         elif isinstance(record, UploadIntent) and envelope is not None:
             lease, owner = facts.leases.get(record.lease_id, (None, b""))
             if lease is None or owner != envelope.signer:
@@ -330,6 +346,8 @@ class RunArchive:
             facts.jobs[record.job_id] = record
         elif isinstance(record, BatchClosed):
             facts.batches[index] = record
+        elif isinstance(record, RelayReport):
+            facts.accusations[index] = record
         elif isinstance(record, DropEvidence):
             facts.drops[index] = record
 

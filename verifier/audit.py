@@ -8,7 +8,7 @@
     weights      every publication: signatures, shard hashes, root, and the ledger's announcement of it
     verdicts     derived again with the validators' own `judge`, against the published weights and under the manifest
                  that the lease names
-    evidence     what suspended a key without a verdict, computed again
+    evidence     what suspended a key without a verdict, computed again; relays that were accused: see `accusations`
     batches      rebuilt from ledger, uploads and details, and compared with the file
 
 Nothing is written inside the archive, no key and no `state_dir` is needed, and neither `trainer` nor `node` is
@@ -42,6 +42,7 @@ from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, RolloutDetail
 from protocol.state import ACCEPTED, PENDING, RunState
 from shardcast.archive import Archive, open_published
 from shardcast.heads import publication_name
+from verifier.accusations import Accusation, check_accusations, check_origin
 from verifier.archive import MANIFEST, RunArchive, SubmissionFact, VerdictFact, batch_file
 from verifier.batches import check_batches, groups_untrained
 from verifier.details import check_claims
@@ -108,6 +109,7 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
         return report
     for problem in archive.problems:
         report.add(problem)
+    accusations = check_accusations(archive, report)
     state = _check_rules(archive, report)
     check_promises(archive, brought, report)
     check_updates(archive, report)
@@ -117,6 +119,7 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
             auditor = Auditor(archive, report, Path(scratch), options, progress)
             auditor.check_files()
             auditor.check_weights()
+            auditor.check_origin(accusations)
             auditor.derive_verdicts(state)
             check_claims(archive, report)
             auditor.check_evidence(state)
@@ -211,14 +214,21 @@ class Auditor:
             self.report.unchecked.append((name, f"can't be read, nor was what comes after it: {exc.strerror}"))
         if self._published is None:
             return
+        gone = {index for index, _ in archive.signed_by_revoked()}
         for (epoch, step), (index, root) in self.archive.facts.policies.items():
             published = self._published.publications.get((epoch, step))
             if published is None and not self._named(epoch, step):
                 self.report.fail(_folder(epoch, step), ReasonCode.RECORD_MISSING, "announced by the ledger, not there")
             elif published is not None and published.root != root:
-                self.report.fail(
-                    f"ledger/{index}", ReasonCode.LEDGER_BROKEN, f"announces another root of step {step} than published"
-                )
+                stolen = index in gone or published.publication.opener in archive.chain.current.revoked_origins
+                reason = ReasonCode.LEDGER_BROKEN if stolen else ReasonCode.ORIGIN_FORKED
+                text = f"announces another root of step {step} than published; the origin signed both"
+                self.report.fail(f"ledger/{index}", reason, text)
+
+    def check_origin(self, accusations: list[Accusation]) -> None:
+        """Whether relays were accused with records that the origin published."""
+        if self._published is not None:
+            check_origin(accusations, self._published, self.report)
 
     def check_unnamed(self) -> None:
         """Batches and policies that are there although the ledger does not name them: its end was cut off, or somebody

@@ -349,6 +349,23 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Ask the holder of the root key which one is meant, and why there are two. Operators: sign updates only with "
         "`trainer key`, in one run directory, and never from an older copy of it.",
     ),
+    ReasonCode.ORIGIN_FORKED: Explanation(
+        "The run's origin signed two different things for one place: two roots for one step, or two records of one "
+        "shard.",
+        "Both carry a signature of the origin's key, and nobody else can make either. Members that got different ones "
+        "work with different weights, and a relay that stamped the one could be accused with the other: a relay "
+        "accused so did not lie.",
+        "Members keep both records and stop taking weights in. Ask the run's operator; if the origin's key was stolen, "
+        "the root must revoke it: trainer key rotate, then trainer key revoke.",
+    ),
+    ReasonCode.ACCUSATION_FALSE: Explanation(
+        "The ledger accuses a relay of a lie, but what the accusation shows does not prove one.",
+        "The proof is the relay's own signature beside the origin's over other bytes; anybody can compare the two. The "
+        "coordinator must do so before it writes the entry, so this is the coordinator's fault, and neither the "
+        "relay's nor that of the member who reported it.",
+        "Auditors: do not hold it against the relay. Operators: only changed software writes such an entry; run an "
+        "unchanged release.",
+    ),
     # engine
     ReasonCode.ENGINE_REFUSED: Explanation(
         "The engine refused a request.", _RETRY, "Read the engine's message; the lease goes to another node."
