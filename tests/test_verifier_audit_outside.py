@@ -148,7 +148,7 @@ def test_an_entry_that_is_kept_in_a_ledger_with_another_beginning_breaks_the_rec
         ({"leaf": b"l" * 32}, ReasonCode.PROMISE_BROKEN),
         ({"digest": b"d" * 32}, ReasonCode.PROMISE_BROKEN),
         ({"tree_size": 4000, "index": 3999}, ReasonCode.PROMISE_BROKEN),
-        ({"signer": "stranger"}, ReasonCode.PROMISE_BROKEN),
+        ({"signer": "stranger"}, ReasonCode.BAD_SIGNATURE),
         ({"run": b"\x07" * 32}, ReasonCode.WRONG_RUN),
     ],
 )
@@ -164,6 +164,18 @@ def test_a_promise_beyond_what_a_run_that_goes_on_has_sealed_could_not_be_checke
         path.unlink()
     report = audit(copy, replace(FILES_ONLY, heads=(head,)))
     assert report.failures == [] and f"head {head}" in dict(report.unchecked) and report.exit_code == 2
+
+
+def test_a_promise_by_a_key_that_was_taken_back_proves_nothing(tmp_path):
+    def stolen(builder):
+        size = builder.chain.sink.size
+        builder.chain.update(rotate={"coordinator": "coordinator-2"}, revoke={"coordinator": size})
+
+    built = build_archive(tmp_path / "run", steps=1, before_end=stolen)
+    held, stolen_later = (head_for(built, tmp_path / f"{size}.hw", size) for size in (9, len(leaves(built))))
+    report = audit(built.root, replace(FILES_ONLY, heads=(held, stolen_later)))
+    assert report.failures == [] and report.promises_kept == 1
+    assert list(dict(report.unchecked)) == [f"head {stolen_later}"]
 
 
 def test_what_is_no_promise_is_a_usage_mistake(built, copy, tmp_path, capsys):

@@ -40,8 +40,8 @@ class Unkept:
     code: ReasonCode = ReasonCode.PROMISE_BROKEN
     cut: bool = False
     """The ledger merely ends before the promise: it was cut off, or goes on elsewhere."""
-    damaged: bool = False
-    """An entry before it can't be read, which is told elsewhere; nothing can be said about the promise."""
+    moot: bool = False
+    """Nothing can be said: an entry before it can't be read, which is told elsewhere, or its key was revoked."""
 
 
 class Promises:
@@ -60,19 +60,7 @@ class Promises:
 
     def head(self, envelope: Envelope, size: int, root: bytes) -> Unkept | None:
         """Whether the first `size` entries have this root; None when they do."""
-        if envelope.signer not in self._chain.keys_at("coordinator", size - 1):
-            return Unkept("it was not signed by a coordinator of this run")
-        if size > self._log.size:
-            message = f"the archive's ledger ends after {self._log.size} entries, {size} were promised"
-            return Unkept(message, cut=True)
-        found = self._roots.get(size)
-        if found is None:
-            message = f"an entry before {size} is damaged, so the promised root can't be computed"
-            return Unkept(message, damaged=True)
-        if found != root:
-            message = f"the first {size} entries of the archive's ledger have another root than was promised"
-            return Unkept(message, ReasonCode.HEADS_CONFLICT)
-        return None
+        return self._reached(envelope, size) or self._root(size, root)
 
     def receipt(self, envelope: Envelope, receipt: Receipt, owner: bytes) -> Unkept | None:
         """Whether the ledger holds what a receipt promised `owner`; None when it does."""
@@ -80,20 +68,44 @@ class Promises:
             open_envelope(envelope.raw, run=self._run.id, kind=RECEIPT_KIND, audience=owner)
         except ProtocolError as exc:
             return Unkept(f"its signature does not hold for this node: {exc}", exc.code)
-        head = self.head(envelope, receipt.tree_size, receipt.tree_root)
+        return (
+            self._reached(envelope, receipt.tree_size)
+            or self._entry(receipt, owner)
+            or self._root(receipt.tree_size, receipt.tree_root)
+        )
+
+    def _reached(self, envelope: Envelope, size: int) -> Unkept | None:
+        if envelope.signer not in self._chain.keys("coordinator"):
+            # Not the coordinator's failure: anybody can sign a promise, and show it around.
+            text = "it was not signed by a coordinator of this run, as far as the archive's manifest chain tells"
+            return Unkept(text, ReasonCode.BAD_SIGNATURE)
+        if self._chain.revoked(envelope.signer, size - 1):
+            text = "it was signed by a coordinator key that the run's root revoked from an entry before its last one on"
+            return Unkept(text, ReasonCode.KEY_REVOKED, moot=True)
+        if size > self._log.size:
+            return Unkept(f"the archive's ledger ends after {self._log.size} entries, {size} were promised", cut=True)
+        return None
+
+    def _entry(self, receipt: Receipt, owner: bytes) -> Unkept | None:
         if receipt.index >= receipt.tree_size:
             return Unkept("the promised entry lies outside the promised tree")
-        if head is not None and head.code == ReasonCode.PROMISE_BROKEN and not head.damaged:
-            return head
         sealed = self._entries.get(receipt.index)
         if sealed is None:
-            message = f"entry {receipt.index} of the archive's ledger is missing or damaged"
-            return Unkept(message, ReasonCode.RECORD_MISSING, damaged=True)
+            return Unkept(f"entry {receipt.index} of the archive's ledger is missing or damaged", moot=True)
         if leaf_hash(sealed.envelope.raw) != receipt.leaf:
             return Unkept(f"the archive's ledger has another entry {receipt.index} than was promised")
         if sealed.entry.event != "submission" or not _names(sealed.entry.subject, owner, receipt):
             return Unkept(f"entry {receipt.index} is not this node's submission of these bytes")
-        return head
+        return None
+
+    def _root(self, size: int, root: bytes) -> Unkept | None:
+        found = self._roots.get(size)
+        if found is None:
+            return Unkept(f"an entry before {size} is damaged, so the promised root can't be computed", moot=True)
+        if found != root:
+            message = f"the first {size} entries of the archive's ledger have another root than was promised"
+            return Unkept(message, ReasonCode.HEADS_CONFLICT)
+        return None
 
 
 def _names(subject: bytes, owner: bytes, receipt: Receipt) -> bool:
@@ -182,7 +194,7 @@ def check_promises(archive: RunArchive, brought: Sequence[Brought], report: Repo
             found = ledger.head(one.envelope, one.size, one.root)
         if found is None:
             report.promises_kept += 1
-        elif found.damaged or (found.cut and not report.finished):
+        elif found.moot or (found.cut and not report.finished):
             report.unchecked.append((one.record, found.message))
         else:
             report.fail(one.record, found.code, found.message)
