@@ -325,13 +325,15 @@ async def _validator(place: _Place) -> None:
     member = place.member
     environments = load_environments(member.run, place.log)
     await member.join()
-    puller = place.puller()
+    pacing = Pacing()
+    puller = place.puller(pacing)
     node = ValidatorNode(
         member=member,
         puller=puller,
         environments=environments,
         session=place.session,
         threads=place.options.threads,
+        pacing=pacing,
         log=place.log,
     )
     place.summary = node.summary

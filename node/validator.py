@@ -42,6 +42,7 @@ from protocol.records import (
     RolloutDetail,
     Verdict,
 )
+from shardcast.pacing import Pacing
 from shardcast.puller import Policy, Puller
 from verifier.allocator import keep_freed_memory
 from verifier.judge import Judgement, judge_upload
@@ -85,9 +86,12 @@ class ValidatorNode(Worker[Assignment]):
         environments: dict[bytes, Environment],
         session: aiohttp.ClientSession,
         threads: int,
+        pacing: Pacing,
         log: EventLog,
     ) -> None:
+        """`pacing` is told of every job; the puller asks it when to look for the next policy."""
         super().__init__(member, log)
+        self._pacing = pacing
         self._puller = puller
         self._environments = environments
         self._session = session
@@ -153,9 +157,11 @@ class ValidatorNode(Worker[Assignment]):
         """Judge one submission and send the verdict."""
         job, lease = assignment.job, assignment.lease
         self._member.activity = f"judging {assignment.rollouts} rollouts"
-        started = time.monotonic()
+        started, done = time.monotonic(), False
+        self._pacing.leased(started, lease.epoch, lease.step, assignment.rollouts)
         try:
             policy = await self._policy_of(lease)
+            self._pacing.loaded(time.monotonic())
             environment = self._environments.get(lease.environment)
             if environment is None:
                 raise NodeError("this machine does not have the environment the lease names")
@@ -163,6 +169,7 @@ class ValidatorNode(Worker[Assignment]):
             judgement, cpu_ms = await asyncio.get_running_loop().run_in_executor(
                 self._judge, self._work, assignment, blob, policy, environment
             )
+            done = True
         except LeavingError:
             raise
         except (HeadwaterError, *_FAULTS) as exc:
@@ -172,6 +179,8 @@ class ValidatorNode(Worker[Assignment]):
             )
             self._log.say(f"a job could not be judged here: {exc}")
             judgement, cpu_ms = _undecided(assignment.rollouts), 0
+        finally:
+            self._pacing.ended(time.monotonic(), done=done)
         details = codec.encode(judgement.verdict_details())
         verdict = Verdict(
             job_id=job.job_id,

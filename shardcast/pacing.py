@@ -13,7 +13,10 @@ Both follow from moving averages of this machine's own leases and pulls: leases 
 that gets a lease of every policy, and whoever measured nothing yet look for news all the time. The follower bounds each
 hold (`follower.HOLD_MAX_S`), so heads are still seen and compared.
 
-Not covered: validators and relays, who may be asked for any policy and hold back nothing.
+A validator is paced the same way, by its jobs: each names one policy, and where several validators share them most
+policies are never needed here.
+
+Not covered: relays, who may be asked for any policy and hold back nothing.
 """
 
 from __future__ import annotations
