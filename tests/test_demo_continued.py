@@ -1,4 +1,4 @@
-"""A demo ended by Ctrl-C at a seeded step, then every printed command by hand; later both validators stand still a while.
+"""A demo ended by Ctrl-C at a seeded step, then every printed command by hand; later both validators stand still.
 
 Longer than CI has time for: `test_demo.py` shows Ctrl-C and `--resume` there, `test_demo_kill.py` the printed commands.
 """
