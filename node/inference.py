@@ -218,7 +218,7 @@ class InferenceNode(Worker[Work]):
             ProtocolError: it does not hold, or names a manifest that can't be had.
         """
         member = self._member
-        coordinators = member.manifest.chain.unrevoked("coordinator")  # a lease sent again keeps its first signature
+        coordinators = member.manifest.chain.unrevoked("coordinator")  # a lease sent again may keep its first signature
         envelope = self._envelope(raw, coordinators)
         lease = envelope.record(Lease)
         await member.learn(lease.manifest)

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 from node.backoff import Backoff
 from node.log import EventLog
 from node.member import Member
-from protocol.envelope import Envelope, open_envelope
-from protocol.errors import EnvelopeError, ProtocolError
+from protocol.envelope import Envelope, open_envelope, parse
+from protocol.errors import EnvelopeError, ProtocolError, ReasonCode
 
 A = TypeVar("A")
 
@@ -97,13 +97,29 @@ class Worker(ABC, Generic[A]):
             DecodeError, EnvelopeError: it is somebody else's, or the coordinator or something between is broken.
         """
         member = self._member
-        envelope = open_envelope(
-            raw,
-            run=member.run.id,
-            kind=self.noun,
-            audience=member.identity.public,
-            now=member.clock.now_ms(),
-        )
+        now = member.clock.now_ms()
+        try:
+            envelope = open_envelope(raw, run=member.run.id, kind=self.noun, audience=member.identity.public, now=now)
+        except EnvelopeError as exc:
+            if exc.code is ReasonCode.EXPIRED:
+                raise EnvelopeError(_not_fresh(self.noun, parse(raw), now), exc.code) from exc
+            raise
         if envelope.signer not in signers or envelope.audience != member.identity.public:
             raise EnvelopeError(f"the {self.noun} was not signed by the run's coordinator for this node")
         return envelope
+
+
+def _not_fresh(noun: str, envelope: Envelope, now: int) -> str:
+    """Why an assignment is refused for its dates, which are compared with the run's time: this machine's clock plays no
+    part in it, so nobody is sent to set it."""
+    if envelope.issued_at > now:
+        ahead_s = (envelope.issued_at - now) / 1000
+        return (
+            f"the {noun} is dated {ahead_s:.0f} s ahead of the run's time as the coordinator told it to this node; "
+            "the next heartbeat compares the two, and this node asks again"
+        )
+    return (
+        f"the {noun} is an old one: its envelope's time was over {(now - envelope.expires_at) / 1000:.0f} s ago by the "
+        "coordinator's own clock, so this machine's clock is not the reason; the coordinator must sign it anew, and "
+        "this node asks again"
+    )

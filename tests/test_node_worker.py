@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +11,14 @@ from node.errors import NodeError, RunFinishedError, UpgradeRequiredError
 from node.join import supervise
 from node.log import EventLog
 from node.worker import Worker
+from protocol.clock import Clock
+from protocol.envelope import seal
 from protocol.errors import DecodeError
+from protocol.records import Ack
 from tests.member_rig import events
+from tests.scripted_swarm import actor_identity
+
+COORDINATOR = actor_identity("coordinator")
 
 
 class Steps(Worker[bytes]):
@@ -126,6 +133,47 @@ async def test_a_part_that_ends_without_a_reason_is_no_success(log):
     told.set()
     with pytest.raises(NodeError, match="without saying why"):
         await supervise(role, lambda: None, role.work(), told.wait())
+
+
+class Signed(Steps):
+    """Takes what the run's coordinator signed for this node and lately."""
+
+    noun = "lease"
+
+    def __init__(self, member: object, log: EventLog, answers: list[bytes | None]) -> None:
+        super().__init__(log, answers)
+        self._member = member
+
+    async def open(self, raw: bytes) -> bytes:
+        return self._envelope(raw, (COORDINATOR.public,)).payload
+
+
+@pytest.mark.parametrize(
+    ("issued_s", "words"),
+    [
+        (-400, "its envelope's time was over 280 s ago by the coordinator's own clock"),
+        (300, "dated 300 s ahead of the run's time"),
+    ],
+)
+async def test_an_old_assignment_is_called_old_and_no_clock_is_blamed(log, tmp_path, issued_s, words):
+    now, node = 1_760_000_000_000, actor_identity("node")
+    clock = Clock(wall=lambda: 5.0, monotonic=lambda: 7.0)  # this machine's own clock is off by decades
+    clock.adjust(now)
+    member = SimpleNamespace(run=SimpleNamespace(id=bytes(32)), identity=node, clock=clock)
+
+    def sealed(issued_at: int) -> bytes:
+        return seal(
+            COORDINATOR, "lease", Ack("x"), run=bytes(32), sequence=1, issued_at=issued_at, audience=node.public
+        ).raw
+
+    role = Signed(member, log, [sealed(now + 1000 * issued_s), sealed(now)])
+    role.go_on.set()
+    task = asyncio.create_task(role.work())
+    await until(lambda: role.done)
+    task.cancel()
+    (invalid,) = events(tmp_path, "lease.invalid")
+    assert invalid["code"] == "expired" and words in invalid["reason"]
+    assert "check this machine's clock" not in invalid["reason"]
 
 
 async def _note(order: list[str], word: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.control import Member
-from protocol.envelope import Envelope, seal
+from protocol.envelope import Envelope, parse, seal
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.lease_rules import EXPIRED, FAILED, SUSPENDED
 from protocol.records import Ack, Lease, LeaseClosed, LeaseFailed, LeaseReply, LeaseRequest
@@ -72,10 +72,12 @@ class Leasing:
                     await turn.wait(ticket, again - loop.time())
                     continue
                 await self.book.commit()
-                sent = self.book.window.envelopes.get(decision.lease_id)
-                if sent is None:
+                sent = self._once_more(node, decision.lease_id)
+                if sent is not None:
+                    return LeaseReply(sent, node.state, "the open lease once more", 0)
+                if decision.lease_id not in self.book.window.open:
                     continue  # its upload arrived during the commit
-                return LeaseReply(sent, node.state, "the open lease once more", 0)
+                decision = leases.Decision("wait", "the time of its open lease is over; it is closed within a second")
             left = end - loop.time()
             if decision.kind == "leave":
                 return LeaseReply(None, node.state, decision.reason[:512], LEAVE_RETRY_MS)
@@ -159,7 +161,24 @@ class Leasing:
         )
         return envelope.raw
 
-    def _seal(self, node: NodeState, lease: Lease) -> Envelope:
+    def _once_more(self, node: NodeState, lease_id: bytes) -> bytes | None:
+        """The envelope of an open lease, to be sent again; None once it came back or its time is over.
+
+        While the coordinator is away a lease's time stands still, but its envelope grows old all the same, and its key
+        may be replaced: then the same lease is signed anew for what is left of its time. The ledger keeps the first
+        envelope; an audit reads nothing else of a lease than its terms, which do not change.
+        """
+        raw, held = self.book.window.envelopes.get(lease_id), self.book.state.leases[lease_id]
+        now, end = self.book.now_ms(), leases.ends_at(self.book.window, held)
+        if raw is None or now > end:
+            return None
+        first = parse(raw)
+        if first.expires_at >= now and first.signer == self.book.coordinator.public:
+            return raw
+        self.book.log.event("lease.resealed", node=node.key, lease=lease_id, step=held.lease.step, left_ms=end - now)
+        return self._seal(node, held.lease, end - now).raw
+
+    def _seal(self, node: NodeState, lease: Lease, lifetime_ms: int | None = None) -> Envelope:
         return seal(
             self.book.coordinator,
             "lease",
@@ -167,7 +186,7 @@ class Leasing:
             run=self.book.run.id,
             sequence=self.book.sequences.next("lease"),
             issued_at=self.book.now_ms(),
-            lifetime_ms=lease.duration_ms + leases.GRACE_MS,
+            lifetime_ms=lease.duration_ms + leases.GRACE_MS if lifetime_ms is None else lifetime_ms,
             audience=node.key,
         )
 
