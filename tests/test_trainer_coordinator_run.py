@@ -97,6 +97,47 @@ async def test_a_run_goes_round_and_ends(tmp_path: Path) -> None:
     assert status["rollouts"]["accepted"] == held.accepted
 
 
+async def test_a_finished_run_that_is_served_again_says_so_and_gets_no_entry(tmp_path: Path) -> None:
+    swarm = Swarm.make(tmp_path / "run", steps=1, coordinator__linger_s=1.0)
+    async with swarm:
+        node = await swarm.join("node")
+        validators = [await swarm.join(f"validator-{i}", "validator") for i in range(2)]
+        work = [node.work_forever(), *(validator.judge_forever() for validator in validators)]
+        async with background(*work), asyncio.timeout(90):
+            await swarm.play_learner()
+            assert await swarm.exit_code() == 0
+        sealed = {path.name: path.read_bytes() for path in (swarm.run_dir / "ledger").iterdir()}
+        status = (swarm.run_dir / "status.json").read_bytes()
+        weights = swarm.run_dir / "checkpoints" / "step-00000001" / "model.safetensors"
+        weights.parent.mkdir()
+        weights.touch()
+        weights.with_name("checkpoint.json").touch()
+        assert await _said_again(swarm) == 0
+        assert {path.name: path.read_bytes() for path in (swarm.run_dir / "ledger").iterdir()} == sealed
+        assert (swarm.run_dir / "status.json").read_bytes() == status, "what its last minute was like stays"
+        # Killed between the last entry and its seal: the next start completes the archive, and adds nothing to it.
+        last = max((swarm.run_dir / "ledger").glob("segment-*.hwl"))
+        last.unlink()
+        (swarm.run_dir / "status.json").write_text(json.dumps(json.loads(status) | {"phase": "draining"}))
+        assert await _said_again(swarm) == 0
+    log = read_segments(swarm.run_dir / "ledger", swarm.run)
+    assert log.problems == [] and log.entries[-1].entry.event == "run.finished"
+    check_archive(swarm, 1)
+    assert json.loads((swarm.run_dir / "status.json").read_text())["phase"] == "finished"
+    said = (swarm.run_dir / "logs" / "coordinator.log").read_text()
+    assert said.count("step 1 of 1 is done, and there is nothing left to serve") == 2
+    assert (
+        said.count(f"its weights: {weights}") == 2
+        and said.count("check it: verifier audit ") == 2
+        and "again" not in said
+    )
+
+
+async def _said_again(swarm: Swarm) -> int:
+    swarm.serve()
+    return await swarm.exit_code()
+
+
 async def test_whoever_reaches_the_http_door_could_have_come_over_libp2p(tmp_path: Path) -> None:
     """The other order made members of a coordinator that starts slowly fall back to HTTP for no other reason."""
     swarm = Swarm.make(tmp_path / "run")

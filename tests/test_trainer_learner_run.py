@@ -203,6 +203,19 @@ def test_stage_one_alone_leaves_step_0_and_learning_goes_on_from_it(finished: Pa
     _same_in_the_end(finished, again)
 
 
+def test_a_learner_of_a_finished_run_says_that_it_is_finished(finished: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(finished, directory)
+    (directory / "status.json").write_text('{"phase": "finished"}')
+    process = _start(directory)
+    assert process.wait(START_S) == 0
+    said = (directory / "logs" / "learner.log").read_text()
+    assert f"step {STEPS} of {STEPS} is done, and there is nothing left to learn" in said
+    assert f"{directory}/checkpoints/step-{STEPS:08d}/model.safetensors" in said
+    assert f"verifier audit {directory}" in said
+    _same_in_the_end(finished, directory)
+
+
 def test_a_second_learner_is_refused_and_told_who_works(again: Path) -> None:
     with learner.sole_learner(again), pytest.raises(UsageError, match=r"process [0-9]+") as caught:
         _learn(again)

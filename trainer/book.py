@@ -83,6 +83,10 @@ class Book:
     guard: SequenceGuard = field(default_factory=SequenceGuard)
     """Highest sequence of each member's envelope kinds: what the ledger holds counts after a restart too."""
     monotonic: Callable[[], float] = time.monotonic
+    over: bool = False
+    """The run had ended before this start, its members have been told, and nothing is left to enter."""
+    _ended_ms: int | None = None
+    """When `run.finished` was entered."""
     _sealer: Sealer | None = None
     _signed: tuple[float, int, bytes] | None = None
     """When the newest tree head was signed, over how many entries, and its envelope."""
@@ -104,6 +108,7 @@ class Book:
         state_dir: Path,
         now_ms: Callable[[], int],
         log: EventFile | None = None,
+        linger_s: float = 0.0,
     ) -> Book:
         """Open or begin the ledger in `state_dir`, fold it, and enter what the manifest chain has and the ledger lacks.
 
@@ -111,9 +116,12 @@ class Book:
         later start are the chain's new links, if there are any: so a coordinator key that was rotated or prolonged
         while nobody served begins with them, and the one before it, maybe revoked by now, signs nothing more.
 
+        A run that is over gets no entry: see `over`.
+
         Args:
             chain: the run directory's.
             keys: finds the coordinator's private key by its public one; raises UsageError.
+            linger_s: how long a run that has ended is served all the same, for members who don't know it yet.
 
         Raises:
             LedgerError: another `trainer serve` holds it, it is damaged, or no key may sign now.
@@ -139,13 +147,13 @@ class Book:
             if fresh:
                 book._sign_with(keys(chain.genesis.manifest.coordinator))
                 book.append("run.opened", subject=chain.genesis.envelope.raw)
-            book._begin(chain, keys, fresh)
+            book._begin(chain, keys, fresh, linger_s)
         except BaseException:
             ledger.close()
             raise
         return book
 
-    def _begin(self, chain: Chain, keys: Callable[[bytes], Identity], fresh: bool) -> None:
+    def _begin(self, chain: Chain, keys: Callable[[bytes], Identity], fresh: bool, linger_s: float) -> None:
         """The first entries of a start: the links the ledger lacks, or that it is served again."""
         known = self.state.chain
         assert known is not None
@@ -156,7 +164,8 @@ class Book:
             )
         links = self.timely(chain)
         self._sign_with(keys((links[-1].run if links else known.current).manifest.coordinator))
-        if not links and not fresh:
+        self.over = not links and self._ended_ms is not None and self.now_ms() - self._ended_ms >= 1000 * linger_s
+        if not links and not fresh and not self.over:
             self.append("incarnation")
         for link in links:
             self.append("run.updated", subject=link.raw)
@@ -273,6 +282,8 @@ class Book:
         """All that follows from an entry besides the state."""
         self.tree.append(appended.leaf)
         self.window.observe(appended.index, appended.entry)
+        if appended.entry.event == "run.finished":
+            self._ended_ms = appended.entry.time
         if appended.entry.event in _FROM_MEMBERS:
             envelope = parse(appended.entry.subject)
             seen = (envelope.signer, envelope.kind)

@@ -18,9 +18,7 @@ import asyncio
 import json
 import logging
 import os
-import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -59,14 +57,14 @@ from shardcast.publication import Key
 from shardcast.records import HEAD_KIND, Head
 from shardcast.store import published_heads, read_publication
 from shardcast.watch import POLL_S, FolderWatch
-from trainer import batches, keys, leases
+from trainer import batches, finished, keys, leases
 from trainer.blocking import Blocking
 from trainer.book import Book, Changes, day
 from trainer.config import RunConfig
-from trainer.door import Door, port_in_use
+from trainer.door import Door, check_listen
 from trainer.drawing import Drawing
 from trainer.drops import Drops
-from trainer.errors import RefusedEntryError, StartError
+from trainer.errors import RefusedEntryError
 from trainer.ingress import Ingress, sweep_spool
 from trainer.judging import Judging
 from trainer.leasing import Leasing
@@ -88,7 +86,6 @@ DIRECTORY_S = 1.0
 """How often what the operator's commands write is looked at: one or two `stat` calls."""
 
 RUN_MARK = "HEADWATER_RUN"
-_LISTEN = re.compile(r"^/ip[46]/(?P<host>[0-9a-fA-F.:]+)/tcp/(?P<port>\d{1,5})$")
 
 
 class Coordinator:
@@ -114,7 +111,9 @@ class Coordinator:
         self.news = News()
         self.files = batches.Files(self.run_dir)
         self.news.log = EventFile(self.run_dir / "logs" / "coordinator.jsonl", {"run": self.chain.genesis.id})
-        self.book = Book.open(self.chain, self._key, config.state_dir, self._clock.now_ms, self.news.log)
+        self.book = Book.open(
+            self.chain, self._key, config.state_dir, self._clock.now_ms, self.news.log, config.coordinator.linger_s
+        )
         try:
             self._build(self.book.coordinator)
         except BaseException:
@@ -219,6 +218,20 @@ class Coordinator:
         finally:
             await self._end()
 
+    def conclude(self) -> int:
+        """What a start of a run that is over still does: complete what a crash left open, and say that it is over."""
+        try:
+            self._rebuild_batches()
+            self.book.seal(self.run_dir / "ledger")
+            if not finished.is_known(self.run_dir):
+                self.status.write("finished")
+            for sentence in finished.said(self.run_dir, self.run.manifest.steps, "serve"):
+                self.news.say(sentence)
+        finally:
+            self.book.close()
+            self.book.log.close()
+        return 0
+
     async def _begin(self) -> None:
         """Bring disk and ledger into step, then open both doors."""
         for role in ("validator", "relay"):
@@ -230,7 +243,7 @@ class Coordinator:
         )
         self._rebuild_batches()
         self.book.seal(self.run_dir / "ledger")
-        _check_listen(self.config.control.listen)
+        check_listen(self.config.control.listen)
         await self.host.start()
         await self.door.start()  # second: members fall back to HTTP when it answers and libp2p does not
         again = f" again, {self.book.ledger.size} ledger entries" if self.book.ledger.incarnation else ""
@@ -535,20 +548,6 @@ def _prompts(run: Run) -> Callable[[bytes, int], str]:
     return lambda environment, task: loaded[environment].task(task).prompt
 
 
-def _check_listen(listen: str) -> None:
-    """Find out that a port is in use before a process is started for it."""
-    match = _LISTEN.match(listen)
-    if match is None:
-        raise UsageError(f"[control] listen {listen!r} is no TCP multiaddr, for example /ip4/127.0.0.1/tcp/4801")
-    host, port = match["host"], int(match["port"])
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as exc:
-            raise StartError(port_in_use(f"{host}:{port}", "control", exc)) from exc
-
-
 def _mark(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
@@ -580,7 +579,7 @@ def main(config: RunConfig, as_json: bool = False) -> int:
         while True:
             coordinator = Coordinator(config)
             os.environ.setdefault(RUN_MARK, coordinator.run.id.hex())
-            code = await coordinator.serve()
+            code = coordinator.conclude() if coordinator.book.over else await coordinator.serve()
             if not coordinator.restart:
                 return code, coordinator
 

@@ -9,6 +9,8 @@ Not covered: what is served (`ingress`).
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +19,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from protocol.admission import Blocked, address_group, is_loopback
+from protocol.errors import UsageError
 from protocol.limits import HEADER_DEADLINE_S
 from trainer.config import split_endpoint
 from trainer.errors import StartError
@@ -28,6 +31,8 @@ UNREAD_S = 20.0
 SHARE = 4
 """One address may hold this fraction of all connections. Loopback may hold all: behind it are a demo's nodes, or a
 reverse proxy that has limits of its own."""
+
+_LISTEN = re.compile(r"^/ip[46]/(?P<host>[0-9a-fA-F.:]+)/tcp/(?P<port>\d{1,5})$")
 
 LINGER_S = 2.0
 """How long a refused body is read and dropped, so that the refusal arrives before the connection closes."""
@@ -200,3 +205,17 @@ def port_in_use(endpoint: str, section: str, exc: OSError) -> str:
         f"cannot listen on {endpoint} ({exc.strerror or exc}); stop whatever uses it, or change [{section}] listen in "
         "run.toml and tell the nodes the new address"
     )
+
+
+def check_listen(listen: str) -> None:
+    """Find out that a port is in use before a process is started for it."""
+    match = _LISTEN.match(listen)
+    if match is None:
+        raise UsageError(f"[control] listen {listen!r} is no TCP multiaddr, for example /ip4/127.0.0.1/tcp/4801")
+    host, port = match["host"], int(match["port"])
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            raise StartError(port_in_use(f"{host}:{port}", "control", exc)) from exc

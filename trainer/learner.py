@@ -35,7 +35,7 @@ from protocol.errors import ReasonCode, UsageError
 from protocol.heap import settle_heap
 from protocol.manifest import Run, open_manifest
 from shardcast.layout import layout_of_safetensors, require_layout
-from trainer import checkpoints, sft
+from trainer import checkpoints, finished, sft
 from trainer.checkpoints import Checkpoint
 from trainer.config import RunConfig
 from trainer.errors import TrainerError
@@ -314,7 +314,11 @@ def main(config: RunConfig, *, as_json: bool = False, only_sft: bool = False) ->
         sys.stderr.flush()
 
     summary = learn(config, stopping, say, only_sft=only_sft, quiet=as_json)
-    if stopping.is_set():
+    steps = config.run.steps
+    if not only_sft and summary["resumed_from"] == steps and finished.is_known(config.run_dir):
+        for sentence in finished.said(config.run_dir, steps, "learn"):
+            say(sentence)
+    elif stopping.is_set():
         say(f"stopped after step {summary['steps']}; the same command goes on from here")
     else:
         say(f"done: {summary['steps']} steps")
