@@ -14,6 +14,7 @@ import pytest
 
 from protocol.manifest import Thresholds
 from trainer.init import make_run
+from trainer.presets import PRESETS
 
 NOISE = Thresholds(1e-4, 2, 1e-4, 1e-3, 1e-3, 1, 1, 0.0, 0, 0.0, 0.0, "tests")
 COMMANDS = ["init", "serve", "learn", "sft", "demo", "status", "key", "block"]
@@ -70,8 +71,12 @@ def test_init_says_what_to_type_next_and_how_validators_are_admitted(tmp_path: P
         (["--nodes", "0"], "--nodes 0 is out of range"),
         (["--steps", "0"], "--steps 0 is out of range"),
         (["--seed", "-1"], "--seed -1 is out of range"),
-        (["--environments", "chess"], "there is no environment 'chess'"),
-        (["--environments", "word/backwards"], "environment 'word/backwards'"),
+        (["--environments", "chess"], "no environment 'chess' for tiny; choose from reverse, sort, rotate\n"),
+        (["--environments", "word/zzz"], "no environment 'word/zzz' for tiny; choose from reverse, sort, rotate\n"),
+        (["--environments", "addition"], "no environment 'addition' for tiny; choose from reverse, sort, rotate\n"),
+        (["--environments", "sort,"], "environments 'sort,': empty name; choose from reverse, sort, rotate\n"),
+        (["--model", "smollm2", "--environments", "addition/0"], "'addition/0' for smollm2; choose from addition\n"),
+        (["--model", "smollm2", "--environments", "sort"], "no environment 'sort' for smollm2; choose from addition\n"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -79,6 +84,15 @@ def test_a_demo_that_cannot_start_leaves_nothing_behind(tmp_path: Path, more: li
     done = trainer("demo", "--dir", str(tmp_path / "run"), *more)
     assert done.returncode == 2 and message in done.stderr and done.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["demo", "init"])
+def test_help_names_every_environment_that_is_taken_and_init_refuses_the_others(tmp_path: Path, command: str) -> None:
+    text = " ".join(trainer(command, "--help").stdout.split())
+    assert "; ".join(f"{', '.join(p.environments)} ({p.name})" for p in PRESETS.values()).replace(";", ",") in text
+    if command == "init":
+        done = trainer("init", str(tmp_path / "run"), "--environments", "nosuch")
+        assert done.returncode == 2 and "'nosuch' for tiny; choose from reverse, sort, rotate\n" in done.stderr
 
 
 def test_a_demo_never_starts_in_a_folder_that_holds_something(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_missing_or_unusable_measurement_of_honest_noise_is_said(
     ("change", "message"),
     [
         ({"preset": "huge"}, "no preset"),
-        ({"environment": "word/backwards"}, "environment 'word/backwards'"),
+        ({"environment": "word/backwards"}, "environment 'word/backwards' for tiny; choose from reverse"),
         ({"environment": "chess"}, "environment 'chess'"),
         ({"overrides": {"leases.speed": 1}}, "leases.speed is no setting"),
         ({"overrides": {"nonsense": 1}}, "names no section"),

@@ -142,10 +142,12 @@ def _status_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _init_arguments(parser: argparse.ArgumentParser) -> None:
+    from trainer.demo import ENVIRONMENTS_HELP
+
     parser.add_argument("dir", type=Path, metavar="DIR", help="where the run goes; must hold none yet")
     parser.add_argument("--preset", default="tiny", choices=("tiny", "smollm2"), help="model and its settings")
     parser.add_argument("--steps", type=int, default=None, help="optimiser steps (default: the preset's)")
-    parser.add_argument("--environments", default=None, metavar="A,B", help="for example word/reverse,word/sort")
+    parser.add_argument("--environments", default=None, metavar="A,B", help=ENVIRONMENTS_HELP)
     parser.add_argument("--seed", type=int, default=0, help="the learner's seed")
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="IP", help="this machine's address for members (default: 127.0.0.1)"

@@ -42,12 +42,14 @@ _COULD_NOT_START = 2
 _FAILED = 1
 
 
+ENVIRONMENTS_HELP = "tasks: reverse, sort, rotate (tiny), addition (smollm2)"
+"""Written out, not read from `trainer.presets`: `--help` imports nothing heavy."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's options; kept apart so that `--help` imports nothing heavy."""
     parser.add_argument("--model", choices=("tiny", "smollm2"), default=None, help="what to train (default: tiny)")
-    parser.add_argument(
-        "--environments", default=None, metavar="NAME", help="reverse, sort or rotate (tiny), addition (smollm2)"
-    )
+    parser.add_argument("--environments", default=None, metavar="A,B", help=ENVIRONMENTS_HELP)
     parser.add_argument(
         "--steps",
         type=int,
@@ -136,6 +138,7 @@ def _prepare(args: argparse.Namespace) -> Stage:
     """Check what can be checked before anything is written or started."""
     from trainer import preflight
     from trainer.init import check_environments
+    from trainer.presets import environment_names, preset
     from trainer.staging import Plan, empty_directory
 
     model = args.model or "tiny"
@@ -150,6 +153,7 @@ def _prepare(args: argparse.Namespace) -> Stage:
     seed = args.seed or 0
     if seed < 0:
         raise UsageError(f"--seed {seed} is out of range; give 0 or more")
+    environment_names(args.environments, preset(model))  # before a minute's work
     if model == "smollm2" and not args.json:
         sys.stdout.write("preparing SmolLM2-135M (about a minute, the first time only)\n")
         sys.stdout.flush()

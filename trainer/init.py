@@ -93,7 +93,7 @@ def make_run(
         steps: optimiser steps; the preset's by default.
         host: IP address of this machine at which members reach coordinator and origin.
         control_port, ingress_port, origin_port: TCP ports at `host`; free ones are picked for None.
-        environment: environment names separated by commas, each `name` or `name/option`.
+        environment: names separated by commas, each one of the preset's `environments`.
         seed: the learner's seed.
         validators, relays: public keys (32 bytes) the operator admits.
         overrides: dotted keys and values, `leases.*` and `sampling.*` of the manifest or any key of run.toml.
@@ -113,7 +113,7 @@ def make_run(
             "or give another directory"
         )
     plain, leases, sampling = _split_overrides(overrides or {})
-    names = environment_names(environment, base.environment)
+    names = environment_names(environment, base)
     steps = base.steps if steps is None else steps
     address = _address(host)
     ports = _ports(address, control_port, ingress_port, origin_port)
@@ -288,7 +288,7 @@ def _config(
 def check_environments(preset_name: str, environment: str | None) -> None:
     """Find out that a run can't be made before anything is written for it. Raises UsageError."""
     base = preset(preset_name)
-    _environment_specs(environment_names(environment, base.environment), _model_source(base))
+    _environment_specs(environment_names(environment, base), _model_source(base))
 
 
 def _model_source(base: Preset) -> Path:

@@ -22,6 +22,8 @@ class Preset:
     name: str
     environment: str
     """Default environment, `name` or `name/option`."""
+    environments: tuple[str, ...]
+    """What a person can type for it: those whose answers this model's tokens and `max_new_tokens` have room for."""
     steps: int
     storage_dtype: str
     max_new_tokens: int
@@ -33,6 +35,7 @@ class Preset:
 TINY = Preset(
     name="tiny",
     environment="word/reverse",
+    environments=("reverse", "sort", "rotate"),
     steps=150,
     storage_dtype="float32",
     max_new_tokens=9,
@@ -57,6 +60,7 @@ TINY = Preset(
 SMOLLM2 = Preset(
     name="smollm2",
     environment="addition",
+    environments=("addition",),
     steps=30,
     storage_dtype="bfloat16",
     max_new_tokens=4,
@@ -77,7 +81,7 @@ SMOLLM2 = Preset(
 
 PRESETS = {preset.name: preset for preset in (TINY, SMOLLM2)}
 
-_SHORT = {"reverse": "word/reverse", "sort": "word/sort", "rotate": "word/rotate"}
+_FULL = {name: f"word/{name}" for name in ("reverse", "sort", "rotate")} | {"word": "word/reverse"}
 """Names people type for the word environment's options."""
 
 
@@ -88,13 +92,24 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def environment_names(text: str | None, default: str) -> list[str]:
-    """`A,B` as full environment names; None gives the default.
+def environment_names(text: str | None, base: Preset) -> list[str]:
+    """`A,B` as full environment names; None gives the preset's own.
 
     Raises:
-        UsageError: an empty name.
+        UsageError: an empty name, or one that the preset does not have.
     """
-    names = [_SHORT.get(part.strip(), part.strip()) for part in (default if text is None else text).split(",")]
-    if not all(names):
-        raise UsageError(f"environments {text!r} has an empty name; give for example: word/reverse,word/sort")
+    if text is None:
+        return [base.environment]
+    known = {_FULL.get(name, name) for name in base.environments}
+    names = []
+    for typed in (part.strip() for part in text.split(",")):
+        full = _FULL.get(typed, typed)
+        name, _, option = full.partition("/")
+        sums = name == "addition" and option.isascii() and option.isdigit() and 1 <= int(option[:9]) <= 1_000_000
+        if full not in known and not (name in known and sums):  # addition/20: summands up to 20
+            what = (
+                f"there is no environment {typed!r} for {base.name}" if typed else f"environments {text!r}: empty name"
+            )
+            raise UsageError(f"{what}; choose from {', '.join(base.environments)}")
+        names.append(full)
     return list(dict.fromkeys(names))
