@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from protocol.commands import printable
 from protocol.logs import EventFile, event_line
+from trainer.spans import fit
 
 
 class EventLog:
@@ -90,7 +91,7 @@ class EventLog:
 
     def _rewrite(self) -> None:
         width = shutil.get_terminal_size().columns - 1  # a line that wraps can't be taken back
-        sys.stdout.write("\r\x1b[K" + self._status[:width])
+        sys.stdout.write("\r\x1b[K" + fit(_shorter(self._status), width))
         sys.stdout.flush()
         self._on_line = True
 
@@ -103,3 +104,13 @@ class EventLog:
             self._on_line = False
         if self._file is not None:
             self._file.close()
+
+
+def _shorter(line: str) -> Iterator[str]:
+    """The same in fewer and fewer parts, for a terminal that is not wide enough: what it does now stays longest."""
+    parts = line.split(" | ")
+    for first in range(len(parts)):
+        yield " | ".join(parts[first:])
+    doing, detail, _ = parts[-1].partition(": ")
+    for first in range(len(parts) * bool(detail)):
+        yield " | ".join([*parts[first:-1], doing])

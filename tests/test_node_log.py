@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -109,6 +110,23 @@ def test_at_the_end_the_terminal_shows_sentences_and_no_line_about_what_it_is_do
     assert screen(text) == ["hello \N{REPLACEMENT CHARACTER}[2Jworld", "news", "the run is finished",
                             "24 rollouts done", ""]  # fmt: skip
     assert all(len(part.removeprefix("\x1b[K")) <= 79 for part in text.replace("\r\n", "\r").split("\r"))
+
+
+@pytest.mark.parametrize("columns", range(40, 121, 8))
+def test_the_last_line_of_a_narrow_terminal_is_whole(columns, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    log = EventLog()
+    counts = ["inference", "probation", "step 0 of 1", "0 done, 0 accepted"]
+    log.status(" | ".join([*counts, "pulling weights: next weights from relay-1, relay-2"]))
+    shown = screen(sys.stdout.getvalue())[-1]
+    assert len(shown) < columns
+    whole = [*counts, "pulling weights", "pulling weights: next weights from relay-1, relay-2"]
+    assert "pulling weights" in shown and all(part in whole for part in shown.split(" | ")), shown
 
 
 def test_without_a_terminal_sentences_are_plain_and_json_has_no_sentences(tmp_path):

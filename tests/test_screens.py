@@ -38,6 +38,13 @@ def test_a_screen_is_what_its_picture_draws(name: str) -> None:
     assert [line.rstrip() for line in coloured.splitlines()] == shown(name), "the coloured copy says the same"
 
 
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_real_picture_loses_no_end_of_a_line_at_any_width(name: str) -> None:
+    for width in range(40, 121):
+        cut = [line for line in CAPTURE["drawn"](stored(name) | {"width": width, "height": 60}) if "…" in line]
+        assert cut == [], f"{width} columns"
+
+
 def test_status_of_a_finished_run_is_what_its_picture_draws() -> None:
     drawn = [CLOCK.sub("", line) for line in CAPTURE["drawn"](stored("status"))]
     on_screen = [CLOCK.sub("", line) for line in shown("status")]

@@ -12,7 +12,7 @@ from trainer.headline import curve, doing, waits
 from trainer.picture import Picture, Process
 from trainer.roster import Row, rows, tree
 from trainer.screen import columns, screen
-from trainer.spans import fit, length, plain, size, words_that_fit, wrapped
+from trainer.spans import fit, length, plain, size, wrapped
 
 NOW = 1000.0
 WHY = {
@@ -153,7 +153,7 @@ def test_many_nodes_are_counted_but_those_in_trouble_stay() -> None:
     trouble |= {"state": "paused", "waits_for": "a second verdict", "activity": "waiting for a lease"}
     next(n for n in nodes if n["name"] == "node-50")["last_seen_s"] = 70.0
     text = text_of(shown)
-    assert any("node-40" in line and "a second verdict" in line for line in text.splitlines())
+    assert any("node-40" in line and "waits: verdict" in line for line in text.splitlines())
     assert any("node-50" in line and "quiet" in line and "1:10" in line for line in text.splitlines())
     assert "node-63" not in text
     found = re.search(r"and (\d+) more: (\d+) alive, (\d+) rollouts accepted", text)
@@ -285,9 +285,50 @@ def test_it_says_what_happens_in_every_phase() -> None:
 def test_what_is_waited_for_is_shortened_by_whole_facts() -> None:
     shown = picture()
     assert waits(shown) == (
-        "96 of 128 rollouts for batch 60; 32 with validator-1, validator-2", "96 of 128 rollouts for batch 60"
+        "96 of 128 rollouts for batch 60; 32 with validator-1, validator-2", "96 of 128 rollouts for batch 60",
+        "96 of 128 rollouts",
     )  # fmt: skip
     assert "waits for  96 of 128 rollouts for batch 60\n" in text_of(shown, 60, 24)
+
+
+PHASES = [
+    {},
+    {"waits_for": "0 of 1024 rollouts for batch 12345; no node holds a lease"},
+    {"waits_for": "the first weights: the learner makes them, the origin publishes them", "step": 0},
+    {"waits_for": "the learner and the origin: the weights of step 12345"},
+    {"waits_for": "the last verdicts: 3 submissions, with validator-1, validator-2", "phase": "draining"},
+    {"phase": "stopped"},
+    {"phase": "finished"},
+    {"time": NOW - 8000},
+    {"rollouts": {"accepted": 12345678, "rejected": 1234, "pending": 64}},
+]
+MEMBERS = ["rollouts to check", "its first verdict", "a second verdict", "next weights", "the first weights", "a lease",
+           "a validator"]  # fmt: skip
+
+
+@pytest.mark.parametrize("status", PHASES, ids=lambda status: " ".join(map(str, status.values()))[:30])
+@pytest.mark.parametrize("rows", [True, False])
+def test_at_every_width_each_line_is_a_whole_phrase(status: dict[str, Any], rows: bool) -> None:
+    shown = picture(**status)
+    nodes = list(shown.status["nodes"])
+    nodes += [node(f"n-{i}", activity="waiting for a lease", waits_for=words) for i, words in enumerate(MEMBERS)]
+    nodes += [node("validator-3", "validator", activity="starting", waits_for="rollouts to check"),
+              node("n-20", last_seen_s=7300.0), node("n-21", last_seen_s=None), node("n-22", state="paused"),
+              node("validator-4", "validator", outvoted=3), node("validator-5", "validator", open_jobs=3,
+              activity="judging 32 rollouts", verdict_s=0.5)]  # fmt: skip
+    shown.status = {**shown.status, "nodes": nodes, "leases_open": 1}
+    shown.rows = shown.rows if rows else []
+    shown.processes = {"late": Process("inference", NOW - 7300), "lost": Process("relay", NOW - 50, -9)}
+    shown.members = 40
+    for width in range(40, 121):
+        text = text_of(shown, width, None)
+        assert "…" not in text, (width, [line for line in text.splitlines() if "…" in line])
+        assert max(map(cell_len, text.splitlines())) <= width
+        idle = [line for line in text.splitlines() if line.endswith(("rollouts to check", "verdict", "weights"))]
+        assert all("waits" in line or "makes" in line for line in idle), "what it waits for is not what it has"
+    if not status and rows:
+        assert "waits for  96 of 128 rollouts\n" in text_of(shown, 40, None)
+        assert "waits: rollouts\n" in text_of(shown, 40, None) and "waits: verdict\n" in text_of(shown, 40, None)
 
 
 def test_time_left_follows_the_last_steps_and_the_wait_for_the_next() -> None:
@@ -364,8 +405,7 @@ def test_sizes_and_lengths_are_short() -> None:
 
 def test_words_are_never_cut() -> None:
     assert fit(("a long one", "short"), 6) == "short"
-    assert fit(("a long one",), 6) == "a long"
-    assert words_that_fit("unbreakable", 4) == ""
+    assert fit(("a long one",), 6) == "a lon…", "what is not whole says so"
     assert wrapped("one two three", 7) == ["one two", "three"]
     assert wrapped("漢字漢字漢字", 5) == ["漢字", "漢字", "漢字"]
 

@@ -12,12 +12,14 @@ from rich.cells import cell_len
 from protocol.commands import printable
 from trainer.picture import Picture
 from trainer.roster import Row, loading, over, silent
-from trainer.spans import Line, fit, length, size, words_that_fit
+from trainer.spans import Line, cell, fit, length, size
 from trainer.waiting import NAMES
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 MAX_IN_COLUMN = 4
 _LABEL_CELLS = 11
+_TITLE_CELLS = 24
+"""What a run's name gets before the times beside it get anything: a demo's whole title."""
 
 
 def head(picture: Picture, found: Sequence[Row], width: int) -> list[Line]:
@@ -40,11 +42,16 @@ def doing(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:
         return "finished: every step is done and the ledger is sealed", "finished"
     if phase == "stopped":
         step = f"at step {picture.step} of {picture.steps}"
-        return f"stopped {ago} ago {step}; trainer serve {picture.run_dir}/run.toml goes on", f"stopped {step}"
+        return (
+            f"stopped {ago} ago {step}; trainer serve {picture.run_dir}/run.toml goes on",
+            f"stopped {step}",
+            "stopped",
+        )
     if silent(picture):
         return (
             f"the coordinator has written nothing for {ago}: nothing is leased or counted until it is back",
             f"the coordinator has been silent for {ago}",
+            "the coordinator is silent",
         )
     if phase == "draining":
         return "all steps are done; the last verdicts come in", "the last verdicts come in"
@@ -59,10 +66,11 @@ def doing(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:
     if not nodes:
         return "starting: every role loads its libraries, which takes 15 to 60 seconds", "starting: libraries load"
     if picture.members and len(nodes) < picture.members:
-        return (f"starting: {len(nodes)} of {picture.members} machines have joined",)
+        joined = f"{len(nodes)} of {picture.members}"
+        return f"starting: {joined} machines have joined", f"starting: {joined} joined", "starting"
     rollouts = status.get("rollouts", {})
     if rollouts.get("pending", 0) or rollouts.get("accepted", 0):
-        return ("the first rollouts are being checked",)
+        return "the first rollouts are being checked", "first rollouts are checked"
     if picture.sft:
         return "the weights go out and nodes sample their first rollouts", "the first weights go out"
     return "all machines have joined; the learner makes the first weights", "the first weights are made"
@@ -79,7 +87,8 @@ def waits(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:
         first = ", ".join(late[:NAMES]) + (f" and {len(late) - NAMES} more" if len(late) > NAMES else "")
         return f"{first} to load", f"{len(late)} processes to load"
     parts = printable(str(picture.status.get("waits_for") or "")).split("; ")
-    return tuple("; ".join(parts[:count]) for count in range(len(parts), 0, -1))
+    shorter = [parts[0].partition(mark)[0] for mark in (" for batch ", ": ") if mark in parts[0]]
+    return (*("; ".join(parts[:count]) for count in range(len(parts), 0, -1)), *shorter)
 
 
 def title(picture: Picture, width: int) -> Line:
@@ -92,8 +101,9 @@ def title(picture: Picture, width: int) -> Line:
     else:
         still = f"about {length(left)} left"
         ends = (f"{gone} gone, {still}", f"{gone}, {length(left)} left", gone) if picture.began else (still,)
-    end = fit((*ends, ""), max(0, width - 16))
-    name = words_that_fit(printable(picture.title), max(8, width - cell_len(end) - 4))
+    name = printable(picture.title)
+    end = fit((*ends, ""), max(0, width - 4 - min(cell_len(name), _TITLE_CELLS)))
+    name = cell(name, min(cell_len(name), max(8, width - cell_len(end) - 4)))
     rule = max(1, width - cell_len(name) - cell_len(end) - 2)
     return [(name, "bold"), (" " + "─" * rule + " " * bool(end), "dim"), (end, "bold")]
 
@@ -133,6 +143,7 @@ def _counts(picture: Picture, found: Sequence[Row]) -> tuple[str, ...]:
         "; ".join([", ".join(told[:2]), *(["sent: " + ", ".join(sizes)] if sizes else [])]),
         ", ".join(told),
         ", ".join(told[:2]),
+        told[0],
     )
 
 

@@ -153,16 +153,20 @@ def _coordinator(picture: Picture) -> Row:
         health, doing = "off", (str(status["phase"]),)
     elif silent(picture):
         quiet = picture.status_age or 0.0
-        health, doing = "quiet", (f"has written nothing for {length(quiet)}", f"silent for {length(quiet)}")
+        health, doing = "quiet", (f"has written nothing for {length(quiet)}", f"silent for {length(quiet)}", "silent")
     elif status.get("nodes"):
         rollouts = status.get("rollouts", {})
         leases, pending = status.get("leases_open", 0), rollouts.get("pending", 0)
         doing = (
-            f"{leases} leases out, {pending} rollouts to be checked",
-            f"{leases} leases, {pending} to check",
+            f"{_several(leases, 'lease')} out, {_several(pending, 'rollout')} to be checked",
+            f"{_several(leases, 'lease')}, {pending} to check",
             f"{pending} to check",
         )
     return Row("coordinator", "coordinator", "coordinator", health, doing, step=step, quiet_s=quiet)
+
+
+def _several(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def _learner(picture: Picture) -> Row:
@@ -170,7 +174,7 @@ def _learner(picture: Picture) -> Row:
     busy = bool(picture.rows or sft)
     step = picture.step if busy else None
     health = "alive"
-    doing: tuple[str, ...] = ("makes the first checkpoint",)
+    doing: tuple[str, ...] = ("makes the first checkpoint", "first checkpoint")
     ready = int(picture.status.get("batches") or 0) > picture.step
     if picture.steps and picture.step >= picture.steps:
         health, doing = "left", ("done: every step is learned", "done")
@@ -242,7 +246,7 @@ def _member(picture: Picture, node: Mapping[str, Any]) -> Row:
         health, doing = "quiet", ("not heard from since the coordinator started", "not heard from yet")
     elif float(heard) > QUIET_BEATS * float(picture.status.get("heartbeat_s") or 2.0):
         health, quiet = "quiet", float(heard) + (picture.status_age or 0.0)
-        doing = (f"nothing heard for {length(quiet)}", f"quiet for {length(quiet)}")
+        doing = (f"nothing heard for {length(quiet)}", f"quiet for {length(quiet)}", "quiet")
     return Row(
         key=str(node["key"]),
         name=name,
@@ -274,14 +278,15 @@ def _activity(node: Mapping[str, Any]) -> tuple[str, ...]:
     activity = printable(str(node.get("activity") or ""))
     outvoted = int(node.get("outvoted") or 0)
     if outvoted:  # whatever else it does: it is wrong, or two others are
-        told = f"outvoted on {outvoted} rollouts"
+        told = f"outvoted on {_several(outvoted, 'rollout')}"
         return f"{told} by two other validators: {activity or waits}", f"{told}; {activity or waits}", told, "outvoted"
     queue, took = int(node.get("open_jobs") or 0), node.get("verdict_s")
     if queue > 1 and activity.startswith("judging"):
         pace = f", {float(took):.1f} s each" if took is not None else ""
         return f"{activity}; {queue - 1} more to do{pace}", f"{activity}; {queue - 1} more", activity, "judging"
     if waits and (not activity or activity.startswith(("waiting", "starting"))):
-        return f"waits for {waits}", f"waits: {waits}", waits
+        thing = waits.removesuffix(" to check").split(" ")[-1]  # rollouts, verdict, weights, lease
+        return f"waits for {waits}", f"waits: {waits}", f"waits: {thing}", "waits"
     return activity, activity.split(" ")[0]
 
 
@@ -305,9 +310,13 @@ def _fate(node: Mapping[str, Any]) -> tuple[str, ...]:
             "paused",
         )
     if judged:
-        return f"{accepted} of {judged} accepted, not caught so far", f"{accepted} accepted so far"
+        return (
+            f"{accepted} of {judged} accepted, not caught so far",
+            f"{accepted} accepted so far",
+            f"{accepted} accepted",
+        )
     if str(node.get("waits_for") or "").endswith("verdict"):
-        return "its first rollouts are being checked", "is being checked", "checked"
+        return "its first rollouts are being checked", "is being checked"
     return "joined; no rollouts of it yet", "no rollouts yet"
 
 
@@ -316,7 +325,7 @@ def _not_joined(picture: Picture, name: str, process: Process) -> Row:
     if process.exit_code is not None:
         health, doing = _ended(process)
     elif engine is not None and engine.exit_code is not None:
-        health, doing = "gone", (f"its engine has ended (exit code {engine.exit_code})", "its engine has ended")
+        health, doing = "gone", (f"its engine has ended (exit code {engine.exit_code})", "engine has ended")
     else:
         health, doing = _loading(picture, process, "")
     return Row(name, name, process.role, health, doing, dishonest=name in picture.kinds, fate=doing)
@@ -334,7 +343,7 @@ def _loading(picture: Picture, process: Process | None, command: str) -> tuple[s
     if process is None:
         return "off", (f"not started; start it with: {command}", f"start: {command}", "not started")
     since = length(max(0.0, picture.now - process.since))
-    return "loading", (f"loads its libraries, {since} so far", f"loads libraries, {since}", since)
+    return "loading", (f"loads its libraries, {since} so far", f"loads libraries, {since}", f"loads, {since}", "loads")
 
 
 def loading(found: Iterable[Row]) -> list[str]:

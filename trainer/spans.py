@@ -23,19 +23,15 @@ def plain(line: Line) -> str:
 
 
 def fit(alternatives: Iterable[str], width: int) -> str:
-    """The first alternative that fits; else whole words of the last one."""
+    """The first alternative that fits; where none does, the last one, with an ellipsis.
+
+    Whoever writes alternatives makes the last one short enough: a sentence that lost its end may say something else.
+    """
     text = ""
     for text in alternatives:
         if cell_len(text) <= width:
             return text
-    return words_that_fit(text, width)
-
-
-def words_that_fit(text: str, width: int) -> str:
-    """As many whole words from the start as fit."""
-    while text and cell_len(text) > width:
-        text = text.rpartition(" ")[0]
-    return text
+    return cell(text, width)
 
 
 def cell(text: str, width: int, *, right: bool = False) -> str:
