@@ -64,6 +64,7 @@ class RelayNode:
             follow.result()
         finally:
             follow.cancel()
+            await asyncio.gather(follow, return_exceptions=True)
 
     async def wind_down(self, leaving: LeavingError) -> None:
         """Nothing to finish: pullers have other sources."""

@@ -216,8 +216,8 @@ async def _pull(args: argparse.Namespace) -> int:
                     await asyncio.wait({following, waiting}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                     _give_up_if_refused(puller.problems, args.source)
             finally:
-                if not waiting.done():
-                    waiting.cancel()
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)  # what stops the puller ends both
             if following.done():
                 following.result()
             policy = waiting.result()

@@ -79,6 +79,9 @@ class Download:
         """Nothing below `_low` is missing, nothing above `_high` was announced."""
         self._sources: dict[str, tuple[Source, SourceHealth]] = {}
         self._busy: dict[int, asyncio.Task[None]] = {}
+        self._failure: BaseException | None = None
+        """What the sink refused. Kept beside the tasks: one may end just as the download is given up, and nobody waits
+        for it any more."""
         self._offered = asyncio.Event()
 
     @property
@@ -109,14 +112,13 @@ class Download:
                 self._launch()
                 waiter = asyncio.create_task(self._offered.wait())
                 try:
-                    done, _ = await asyncio.wait(
+                    await asyncio.wait(
                         {*self._busy.values(), waiter}, timeout=_LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
                     )
                 finally:
                     waiter.cancel()
-                for task in done:
-                    if task is not waiter:
-                        task.result()
+                if self._failure is not None:
+                    raise self._failure
         finally:
             tasks = list(self._busy.values())
             for task in tasks:
@@ -145,7 +147,16 @@ class Download:
                 continue
             health = choose(ready)
             health.in_flight += 1
-            self._busy[index] = asyncio.create_task(self._fetch(self._sources[health.address][0], health, record))
+            task = asyncio.create_task(self._fetch(self._sources[health.address][0], health, record))
+            task.add_done_callback(self._ended)
+            self._busy[index] = task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Take what a fetch ended with, so that it is never left unread: `run` raises it, unless it is over itself."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._failure is None:
+            self._failure = error
+        self._offered.set()
 
     async def _fetch(self, source: Source, health: SourceHealth, record: ShardRecord) -> None:
         try:

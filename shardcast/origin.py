@@ -312,6 +312,7 @@ class Origin:
             await asyncio.to_thread(self.store.finish_files, publication)
         except BaseException:
             whole.cancel()
+            whole.add_done_callback(lambda task: task.cancelled() or task.exception())  # one failure is told
             self.store.abandon(key)
             raise
         last = layout.shards - 1
