@@ -34,6 +34,19 @@ def test_piped_work_tells_a_line_now_and_then_and_its_end(monkeypatch: pytest.Mo
     ]  # fmt: skip
 
 
+def test_what_came_before_the_first_word_does_not_count_into_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve seconds of loading and 2,000 rollouts that an earlier process did say nothing about the time left."""
+    now, out = clock(monkeypatch), io.StringIO()
+    with bar("checking", "rollouts", out=out) as tell:
+        now[0] = 120
+        tell(2000, 4000)
+        now[0] = 140
+        tell(2200, 4000)
+    assert out.getvalue().splitlines() == [
+        "checking: 2,000 of 4,000 rollouts", "checking: 2,200 of 4,000 rollouts  3:00 left",
+    ]  # fmt: skip
+
+
 def test_short_piped_work_and_quiet_work_say_nothing() -> None:
     for quiet in (False, True):
         out = io.StringIO()

@@ -49,14 +49,18 @@ def bar(title: str, unit: str = "", *, quiet: bool = False, out: TextIO | None =
 
 def _lines(title: str, unit: str, out: TextIO) -> Tell:
     said = started = time.monotonic()
+    first: tuple[float, int] | None = None
 
     def tell(done: int, total: int, note: str = "") -> None:
-        nonlocal said
+        nonlocal said, first
         now = time.monotonic()
+        if first is None:  # the pace counts from here: what came before was loading, or done by an earlier process
+            first = now, done
         if now - said >= LINE_EVERY_S or (done >= total and said > started):
             said = now
             end = f"  {note}" if note else ""
-            out.write(f"{title}: {amount(done, total, unit)}{left(done, total, now - started)}{end}\n")
+            pace = left(done - first[1], total - first[1], now - first[0])
+            out.write(f"{title}: {amount(done, total, unit)}{pace}{end}\n")
             out.flush()
 
     return tell
@@ -76,21 +80,22 @@ def _drawn(title: str, unit: str, out: TextIO) -> Iterator[Tell]:
             if task.total is None:
                 return Text(f"{elapsed:.0f} s")
             done, total = int(task.completed), int(task.total)
-            note = str(task.fields["note"])
-            text = amount(done, total, unit) + rate(done, elapsed, unit) + left(done, total, elapsed)
+            note, first = str(task.fields["note"]), int(task.fields["first"])
+            pace = rate(done - first, elapsed, unit) + left(done - first, total - first, elapsed)
+            text = amount(done, total, unit) + pace
             return Text(f"{text}  {note}" if note else text)
 
     console = Console(file=out, highlight=False)
     shown: Progress
     with Progress(TextColumn("{task.description}"), BarColumn(), Numbers(), console=console, transient=True) as shown:
-        task = shown.add_task(title, total=None, note="")
+        task = shown.add_task(title, total=None, note="", first=0)
         known = False
 
         def tell(done: int, total: int, note: str = "") -> None:
             nonlocal known
-            if not known:  # the pace counts from here: what came before was loading
+            if not known:  # the pace counts from here, as in `_lines`
                 known = True
-                shown.reset(task, total=total)
+                shown.reset(task, total=total, first=done)
             shown.update(task, completed=done, total=total, note=note)
 
         yield tell
