@@ -32,16 +32,12 @@ def resolve(text: str) -> Target:
         UsageError: neither an address, a share code nor a file that holds one.
     """
     word = text.strip()
+    if not word:
+        raise UsageError(
+            "--run is empty (a variable that is not set?); give the run's share code (hw1...), or a file that holds it"
+        )
     if not word.startswith(_MULTIADDR) and not word.startswith("hw1"):
-        path = Path(word).expanduser()
-        try:
-            with path.open(encoding="utf-8") as file:
-                word = file.read(_MAX_CODE_BYTES).strip()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise UsageError(
-                f"--run {text}: no share code (hw1...), no multiaddr, and no file that can be read ({exc}); "
-                "ask the run's operator for its share code"
-            ) from exc
+        word = _read_code(word)
     if word.startswith(_MULTIADDR):
         try:
             parse_peer_id(word.partition("/p2p/")[2])
@@ -54,6 +50,32 @@ def resolve(text: str) -> Target:
         raise UsageError(f"--run {text}: {exc}") from exc
     suffix = "/p2p/" + peer_id_text(code.transport)
     return Target(code.run, tuple(a if "/p2p/" in a else a + suffix for a in code.addresses))
+
+
+def _read_code(name: str) -> str:
+    """What a file holds that somebody named, or why it is none that could help. Raises UsageError."""
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            raise UsageError(f"--run {name}: a folder; name the file in it that holds the share code (join.hw)")
+        with path.open(encoding="utf-8") as file:
+            word = file.read(_MAX_CODE_BYTES).strip()
+    except OSError as exc:
+        why = (
+            "there is no such file" if isinstance(exc, FileNotFoundError) else f"the file can't be read: {exc.strerror}"
+        )
+    except UnicodeDecodeError:
+        why = "the file is no text"
+    except (ValueError, RuntimeError):  # a zero byte, or ~nobody
+        why = "no file can have this name"
+    else:
+        if word:
+            return word
+        why = "the file is empty"
+    raise UsageError(
+        f"--run {name}: no share code (hw1...), no multiaddr, and no file that holds one ({why}); ask the run's "
+        "operator for its share code"
+    )
 
 
 def resolve_id(text: str) -> bytes:
