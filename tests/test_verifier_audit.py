@@ -260,7 +260,7 @@ def test_what_a_validator_left_undecided_and_what_no_batch_took_is_counted(built
     assert report.decided_here[name] == before.decided_here[name] + count == report.to_json()["decided_here"][name]
     assert not [f for f in report.failures if f.record == fact.record], "it claims nothing"
     assert report.groups_untrained > 0, "the batch that rested on it does not count, nor what else it held"
-    said = f"{report.decided_here.total()} rollouts that a validator left undecided are decided here"
+    said = f"{report.decided_here.total()} rollouts left undecided by a validator and decided here"
     assert any(said in line for line in report.lines())
 
 

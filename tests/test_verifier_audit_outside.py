@@ -82,9 +82,42 @@ def test_another_runs_archive_fails_at_once(copy, capsys):
     report = json.loads(capsys.readouterr().out)
     (failure,) = report["failures"]
     assert (failure["record"], failure["reason"]) == ("manifest.hw", "wrong-run") and other in failure["message"]
-    assert report["run_compared"] is False and report["rollouts_checked"] == 0
+    assert report["run_compared"] is True and report["examined"] is False and report["rollouts_checked"] == 0
     foreign = format_share_code(ShareCode(b"\x07" * 32, identity("x").public, ("/ip4/127.0.0.1/tcp/1",)))
+    capsys.readouterr()
     assert cli.main(["audit", str(copy), "--run", foreign]) == 1
+    out = capsys.readouterr().out
+    assert f"not the one you asked for, {'07' * 32}; nothing in the run was looked at" in out and "1 failure:" in out
+    assert "not compared" not in out and "entries" not in out and "not finished" not in out, out
+
+
+def test_an_audit_that_could_not_begin_says_so_and_gives_no_zeros(copy, capsys):
+    whole = (copy / "manifest.hw").read_bytes()
+    (copy / "manifest.hw").write_bytes(whole[:-20])
+    assert cli.main(["audit", str(copy)]) == 1
+    out = capsys.readouterr().out
+    assert "run id unknown: it could not be read; nothing in the run was looked at" in out
+    assert "entries" not in out and "not finished" not in out and "derived" not in out
+    (copy / "manifest.hw").write_bytes(whole)
+    for name in ("ledger", "submissions", "batches"):
+        shutil.rmtree(copy / name)
+    assert cli.main(["audit", str(copy)]) == 2
+    out = capsys.readouterr().out
+    assert "nothing in the run was looked at" in out and "NOT CHECKED    ledger" in out and "entries" not in out
+
+
+@pytest.mark.parametrize("said", ["", "  ", "FOLDER", "EMPTY", "BYTES", "~nobody-of-this-name/join.hw", "no/such/file"])
+def test_what_names_no_run_is_said_in_words(copy, tmp_path, said, capsys):
+    (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "BYTES").write_bytes(b"\xff\xfe\xff")
+    named = {"FOLDER": str(tmp_path), "EMPTY": str(tmp_path / "EMPTY"), "BYTES": str(tmp_path / "BYTES")}.get(
+        said, said
+    )
+    assert cli.main(["audit", str(copy), "--run", named]) == 2
+    told = capsys.readouterr().err
+    assert "Errno" not in told and "--run" in told
+    why = {"FOLDER": "a folder", "EMPTY": "is empty", "BYTES": "no text", "no/such/file": "no such file"}
+    assert why.get(said, "" if said.strip() else "--run is empty") in told
 
 
 def test_without_a_code_the_audit_says_that_the_id_was_not_compared(built, copy, capsys):
@@ -114,7 +147,7 @@ def test_promises_that_the_ledger_keeps_are_counted(built, copy, tmp_path, capsy
     head = head_for(built, tmp_path / "head.hw", 9)
     args = ["--receipt", str(one), "--receipt", str(two), "--head", str(head), "--head", str(one)]
     assert cli.main(["audit", str(copy), "--fraction", "1e-12", *args]) == 0
-    assert "4 kept promises are in its ledger" in capsys.readouterr().out
+    assert "4 kept promises found in its ledger" in capsys.readouterr().out
 
 
 def test_a_ledger_written_anew_by_the_coordinator_breaks_receipts_and_heads(built, copy, tmp_path):

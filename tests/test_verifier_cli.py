@@ -99,6 +99,31 @@ def test_the_ledger_is_listed_in_words(run_dir, capsys):
     assert listed["entries"][0]["signer"] == Identity.from_seed(identity("val").private_seed()).peer_id
 
 
+def test_a_run_that_has_not_started_is_not_checked_by_ledger_and_audit_alike(tmp_path, capsys):
+    (tmp_path / "manifest.hw").write_bytes(Chain().run.envelope.raw)
+    for command in ("ledger", "audit"):
+        assert cli.main([command, str(tmp_path)]) == 2
+        shown = "".join(capsys.readouterr())
+        assert "NOT CHECKED    ledger: nothing to check yet: the run has not started" in shown
+        assert "DOES NOT HOLD" not in shown
+        assert cli.main([command, str(tmp_path), "--json"]) == 2
+        assert [item["record"] for item in json.loads(capsys.readouterr().out)["unchecked"]] == ["ledger"]
+
+
+def test_an_event_that_does_not_exist_is_named_beside_those_that_do(run_dir, capsys):
+    assert cli.main(["ledger", str(run_dir), "--event", "nosuch"]) == 2
+    told = capsys.readouterr().err
+    assert "--event nosuch: there is no such event" in told and "lease.closed" in told and "run.opened" in told
+    assert cli.main(["ledger", str(run_dir), "--event", "tie.lapsed"]) == 1, "none here, and the last grant is broken"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_share_that_is_none_is_explained(run_dir, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["audit", str(run_dir), "--fraction", "x"])
+    assert "'x' is no share: give a number above 0" in capsys.readouterr().err
+
+
 def test_usage_mistakes_exit_2_with_the_cause(run_dir, tmp_path, capsys):
     assert cli.main(["ledger", str(tmp_path / "state")]) == 2
     assert "no run directory" in capsys.readouterr().err

@@ -62,6 +62,7 @@ R = TypeVar("R")
 MANIFEST = "manifest.hw"
 _TRACES = (("submissions", ".hws"), ("batches", ".hwb"))
 """Files that only a run which did something holds."""
+NOT_STARTED = "nothing to check yet: the run has not started, or sealed nothing so far"
 SUBJECTS: dict[str, tuple[str, type]] = {
     "run.updated": (UPDATE_KIND, RunUpdate),
     "node.joined": ("join", JoinRequest),

@@ -10,11 +10,16 @@
                  that the lease names
     evidence     what suspended a key without a verdict, computed again; relays that were accused: see `accusations`
     batches      rebuilt from ledger, uploads and details, and compared with the file
+    copies       `model/`, checkpoints and the reward curve of `metrics.jsonl`, where they are there; see `copies`
 
 Nothing is written inside the archive, no key and no `state_dir` is needed, and neither `trainer` nor `node` is
 imported. Verdicts are found from the signed entries themselves, not from the fold: a rewritten ledger can't hide one.
 
-Not covered: whether the learner computed its steps from the batches (it can't be derived without repeating them).
+Not covered: whether the learner computed its steps from the batches (it can't be derived without repeating them), and
+what no signature binds, see "Not part of the archive" in docs/protocol.md: `keys/`, `state/`, `nodes/`, `logs/`,
+`run.toml`, `join.hw`, `demo.json`, `status.json`, `summary.json`; `stats.json`, `server.json` and
+`origin-sequences.json` in `published/`; of `metrics.jsonl` all but each step's `reward_mean` and `rollouts`; of
+`checkpoints/` all but the weights of published steps; the base weights' values.
 """
 
 from __future__ import annotations
@@ -43,8 +48,9 @@ from protocol.state import ACCEPTED, PENDING, RunState
 from shardcast.archive import Archive, open_published
 from shardcast.heads import publication_name
 from verifier.accusations import Accusation, check_accusations, check_origin
-from verifier.archive import MANIFEST, RunArchive, SubmissionFact, VerdictFact, batch_file
+from verifier.archive import MANIFEST, NOT_STARTED, RunArchive, SubmissionFact, VerdictFact, batch_file
 from verifier.batches import check_batches, groups_untrained
+from verifier.copies import check_copies
 from verifier.details import check_claims
 from verifier.draws import Draws
 from verifier.drops import drop_evidence
@@ -98,15 +104,16 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
     except OSError as exc:
         report.unchecked.append((_inside(root, exc), f"can't be read, so nothing can be checked: {exc.strerror}"))
         return report
-    report.run, report.entries = archive.run.id.hex(), archive.log.size
+    report.run, report.expected = archive.run.id.hex(), options.run.hex()
+    report.run_compared = bool(options.run)
     if options.run and options.run != archive.run.id:
         text = f"is the manifest of run {archive.run.id.hex()}, not of {options.run.hex()}; nothing else was checked"
         report.fail(MANIFEST, ReasonCode.WRONG_RUN, text)
         return report
-    report.run_compared = bool(options.run)
     if not archive.started:
-        report.unchecked.append(("ledger", "nothing to check yet: the run has not started, or sealed nothing so far"))
+        report.unchecked.append(("ledger", NOT_STARTED))
         return report
+    report.examined, report.entries = True, archive.log.size
     for problem in archive.problems:
         report.add(problem)
     accusations = check_accusations(archive, report)
@@ -123,8 +130,9 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
             auditor.derive_verdicts(state)
             check_claims(archive, report)
             auditor.check_evidence(state)
-            check_batches(archive, report, auditor.prompt)
+            trained = check_batches(archive, report, auditor.prompt)
             auditor.check_unnamed()
+            check_copies(archive, auditor.published, trained, report)
             report.groups_untrained = groups_untrained(state)
     finally:
         torch.set_num_threads(threads)
@@ -170,7 +178,7 @@ class Auditor:
     ) -> None:
         self.archive = archive
         self.report = report
-        self._published: Archive | None = None
+        self.published: Archive | None = None
         self._scratch = scratch
         self._options = options
         self._progress = progress
@@ -205,18 +213,18 @@ class Auditor:
         """Every publication, and that the ledger announced exactly these roots."""
         try:
             archive = self.archive
-            self._published = open_published(archive.root, archive.chain.current, archive.announced())
-            self.report.publications = len(self._published.publications)
-            for problem in self._published.problems():
+            self.published = open_published(archive.root, archive.chain.current, archive.announced())
+            self.report.publications = len(self.published.publications)
+            for problem in self.published.problems():
                 self.report.fail(problem.record, problem.reason, problem.message)
         except OSError as exc:
             name = _inside(self.archive.root, exc)
             self.report.unchecked.append((name, f"can't be read, nor was what comes after it: {exc.strerror}"))
-        if self._published is None:
+        if self.published is None:
             return
         gone = {index for index, _ in archive.signed_by_revoked()}
         for (epoch, step), (index, root) in self.archive.facts.policies.items():
-            published = self._published.publications.get((epoch, step))
+            published = self.published.publications.get((epoch, step))
             if published is None and not self._named(epoch, step):
                 self.report.fail(_folder(epoch, step), ReasonCode.RECORD_MISSING, "announced by the ledger, not there")
             elif published is not None and published.root != root:
@@ -227,8 +235,8 @@ class Auditor:
 
     def check_origin(self, accusations: list[Accusation]) -> None:
         """Whether relays were accused with records that the origin published."""
-        if self._published is not None:
-            check_origin(accusations, self._published, self.report)
+        if self.published is not None:
+            check_origin(accusations, self.published, self.report)
 
     def check_unnamed(self) -> None:
         """Batches and policies that are there although the ledger does not name them: its end was cut off, or somebody
@@ -236,9 +244,9 @@ class Auditor:
         """
         known = {batch_file(closed) for closed in self.archive.facts.batches.values()}
         found = [f"batches/{path.name}" for path in (self.archive.root / "batches").glob("*.hwb")]
-        if self._published is not None:
+        if self.published is not None:
             known |= {_folder(*key) for key in self.archive.facts.policies}
-            found += [_folder(*key) for key in self._published.publications]
+            found += [_folder(*key) for key in self.published.publications]
         for name in sorted(set(found) - known):
             text = "is there, but no entry of the sealed ledger names it: the ledger's end was cut off, or it was added"
             if self.report.finished:
@@ -294,11 +302,11 @@ class Auditor:
 
     def _load_policy(self, epoch: int, step: int) -> PolicyModel | None:
         """The published weights of a step, or None when they can't be had (then the reason is in the report)."""
-        if self._published is None:
+        if self.published is None:
             return None
         try:
             with tempfile.TemporaryDirectory(dir=self._scratch) as into:
-                published = self._published.materialise(epoch, step, Path(into))
+                published = self.published.materialise(epoch, step, Path(into))
                 if self._policy is None:
                     self._policy = load_policy(published.directory, root=published.root)
                     if self._policy.hidden <= _ONE_THREAD_HIDDEN:

@@ -9,8 +9,10 @@ Not covered: what the learner makes of a batch.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from protocol import codec
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
@@ -28,21 +30,50 @@ _KEPT = 256
 """Uploads and details kept decoded: a batch draws on a few leases, neighbours on the same ones."""
 
 
-def check_batches(archive: RunArchive, report: Report, prompt: Prompt) -> None:
-    """Check every batch the ledger closed; failures go into `report`."""
+@dataclass(frozen=True)
+class Trained:
+    """What a batch whose bytes have the ledger's hash gave to one step."""
+
+    rollouts: int
+    reward_mean: float
+
+    @staticmethod
+    def of(batch: Batch) -> Trained:
+        count = len(batch.rollouts)
+        return Trained(count, sum(one.reward for one in batch.rollouts) / max(1, count))
+
+    def told_by(self, reward_mean: object, rollouts: object) -> bool:
+        """Whether a row of metrics says the same; the last digits are the learner's own summation."""
+        try:
+            said = float(reward_mean) if isinstance(reward_mean, int | float) else math.nan
+        except OverflowError:  # whoever wrote the row chose it
+            return False
+        return rollouts == self.rollouts and math.isclose(said, self.reward_mean, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def check_batches(archive: RunArchive, report: Report, prompt: Prompt) -> dict[int, list[Trained]]:
+    """Check every batch the ledger closed; failures go into `report`.
+
+    Returns:
+        step -> what its batch gave, of each batch that could be read.
+    """
     sources = _Sources(archive)
+    trained: dict[int, list[Trained]] = {}
     for index, closed in archive.facts.batches.items():
         report.batches += 1
         name = batch_file(closed)
         try:
+            batch = archive.batch(closed)
+            trained.setdefault(closed.step, []).append(Trained.of(batch))
             _check_group_and_age(archive, closed, archive.manifest_at(index).leases.max_staleness)
-            _check_bytes(archive.batch(closed), closed, archive.run.id, sources, prompt)
+            _check_bytes(batch, closed, archive.run.id, sources, prompt)
         except Unavailable as exc:
             report.unchecked.append((name, str(exc)))
         except ProtocolError as exc:
             report.fail(name, exc.code, f"ledger entry {index}: {exc}")
         except OSError as exc:
             report.unchecked.append((name, f"can't be read: {exc.strerror or exc}"))
+    return trained
 
 
 class Unavailable(Exception):  # noqa: N818

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("audit", _audit, "check a run's archive offline", "verifier audit runs/first --run hw1...")
     sub.add_argument("path", type=Path, metavar="RUN", help="run directory; nothing is written into it")
     files: dict[str, Any] = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
-    sub.add_argument("--run", default="", metavar="CODE", help="it must be this run: share code, file with one, or id")
+    sub.add_argument("--run", metavar="CODE", help="it must be this run: share code, file with one, or id")
     sub.add_argument("--receipt", **files, help="its ledger must keep this: HOME/runs/ID/receipts/*.hw; repeatable")
     sub.add_argument("--head", **files, help="its ledger must begin as signed here: HOME/runs/ID/head.hw; repeatable")
     sub.add_argument("--rollout", default="", metavar="ID", help="derive only this one: <lease id>:<task>:<sample>")
@@ -103,9 +103,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError("a share is above 0 and at most 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give a number above 0 and at most 1, such as 0.1")
     return value
 
 
@@ -121,7 +124,7 @@ def _audit(args: argparse.Namespace) -> int:
     from protocol.targets import resolve_id
     from verifier.progress import bar
 
-    run = resolve_id(args.run) if args.run else b""
+    run = resolve_id(args.run) if args.run is not None else b""
 
     with bar("checking", "rollouts", quiet=args.json) as progress:  # before the imports, which take seconds
         from verifier.audit import Options, audit
@@ -136,16 +139,22 @@ def _ledger(args: argparse.Namespace) -> int:
     from verifier import listing
 
     archive = listing.open_ledger(args.path)
-    rows = [row for row in listing.rows(archive) if args.event in ("", row["event"])]
-    problems = [vars(problem) for problem in archive.problems]
+    rows = listing.only(list(listing.rows(archive)), args.event)
+    problems = list(archive.problems) if archive.started else []
+    unchecked = [] if archive.started else [("ledger", listing.NOT_STARTED)]
     if args.json:
-        _print(json.dumps({"run": archive.run.id.hex(), "entries": rows, "problems": problems}))
+        out: dict[str, object] = {"run": archive.run.id.hex(), "entries": rows}
+        out["problems"] = [vars(problem) for problem in problems]
+        out["unchecked"] = [{"record": record, "why": why} for record, why in unchecked]
+        _print(json.dumps(out))
     else:
         for row in rows:
             _print(listing.line(row))
-        for problem in archive.problems:
+        for problem in problems:
             sys.stderr.write(f"DOES NOT HOLD  {problem.record}: {problem.reason.value}: {problem.message}\n")
-    return 1 if problems else 0
+        for record, why in unchecked:
+            sys.stderr.write(f"NOT CHECKED    {record}: {why}\n")
+    return 1 if problems else 2 if unchecked else 0
 
 
 def _explain(args: argparse.Namespace) -> int:

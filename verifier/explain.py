@@ -34,7 +34,8 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
     ReasonCode.MALFORMED: Explanation(
         "The bytes are no record of the expected shape.",
         _TRANSPORT,
-        "Update headwater on both sides. If it goes on, a proxy in between changes the bytes.",
+        "Update headwater on both sides. If it goes on, a proxy in between changes the bytes. In a run's directory the "
+        "file was damaged: restore it from a copy.",
     ),
     ReasonCode.OVERSIZE: Explanation(
         "A record or body is longer than its bound, so it was not read further.",
@@ -308,10 +309,12 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
     ),
     ReasonCode.BATCH_WRONG: Explanation(
         "A batch holds something that the ledger does not support: a rollout that was not accepted, is too old, "
-        "appears twice, or differs from what was verified.",
+        "appears twice, or differs from what was verified. Or a row of `metrics.jsonl` says something else of a "
+        "step than its batch does.",
         "The batch file and the ledger entry are both the trainer's own; recomputing it from verified rollouts gives "
         "other bytes.",
-        "Operators: training after this batch does not rest on verified rollouts; go back to the checkpoint before it.",
+        "Operators: training after this batch does not rest on verified rollouts; go back to the checkpoint before it. "
+        "A row alone is a wrong curve: believe the batches.",
     ),
     ReasonCode.DRAW_WRONG: Explanation(
         "A verification job went to another validator than the draw gives, or one that had to be drawn is missing.",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from protocol.chain import ONLINE_ROLES, RunUpdate
 from protocol.envelope import Envelope, parse
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, UsageError
 from protocol.identity import peer_id_text
 from protocol.records import (
     ACCEPT,
@@ -35,7 +35,12 @@ from protocol.records import (
     Verdict,
 )
 from protocol.state import PolicyHead
-from verifier.archive import MANIFEST, RunArchive, read_entry
+from verifier.archive import BODIES, MANIFEST, NOT_STARTED, SUBJECTS, RunArchive, read_entry
+
+__all__ = ["NOT_STARTED", "describe", "line", "only", "open_ledger", "rows"]
+
+_BARE = ("run.opened", "incarnation")
+"""Events without a record of their own."""
 
 
 def open_ledger(path: Path) -> RunArchive:
@@ -56,6 +61,19 @@ def rows(archive: RunArchive) -> Iterator[dict[str, object]]:
             "signer": _signer(entry),
             "text": describe(entry),
         }
+
+
+def only(listed: list[dict[str, object]], event: str) -> list[dict[str, object]]:
+    """The rows of one event; all for "".
+
+    Raises:
+        UsageError: no ledger has such an event, nor does this one.
+    """
+    chosen = [row for row in listed if event in ("", row["event"])]
+    known = sorted({*_BARE, *BODIES, *SUBJECTS, *(str(row["event"]) for row in listed)})
+    if not chosen and event and event not in known:
+        raise UsageError(f"--event {event}: there is no such event; the known ones are {', '.join(known)}")
+    return chosen
 
 
 def line(row: dict[str, object]) -> str:

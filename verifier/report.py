@@ -49,12 +49,35 @@ class Derived:
     """Record of each stored verdict -> its outcome."""
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 batch`, `2 batches`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _named(said: str, records: list[tuple[str, str]], most: int) -> list[str]:
+    """A line for each thing that is wrong; what is wrong alike is one line, under its first record."""
+    alike: dict[str, list[str]] = {}
+    for record, why in records:
+        alike.setdefault(why, []).append(record)
+    out = [
+        f"{said}{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}"
+        for why, names in list(alike.items())[:most]
+    ]
+    left = sum(len(names) for names in list(alike.values())[most:])
+    return [*out, f"... and {left} more; --json lists all"] if left else out
+
+
 @dataclass
 class Report:
     run: str = ""
     """The run id that the archive's own manifest gives, hex."""
+    expected: str = ""
+    """The run id that the auditor came with, hex."""
     run_compared: bool = False
-    """It is the one that the auditor came with. Otherwise the archive alone says which run it is."""
+    """The two were compared; a difference is the failure `wrong-run`. Otherwise the archive alone says which run it is.
+    """
+    examined: bool = False
+    """What is in the run was looked at. False when the audit ended before, and then every count below is 0."""
     promises_kept: int = 0
     """Receipts and heads that the auditor brought and the ledger holds."""
     entries: int = 0
@@ -113,6 +136,7 @@ class Report:
             for name in (
                 "run",
                 "run_compared",
+                "examined",
                 "promises_kept",
                 "entries",
                 "publications",
@@ -142,55 +166,65 @@ class Report:
 
     def lines(self, most: int = 20) -> list[str]:
         """The report for a person: what was checked, what fails, what to do next."""
-        out = [
-            f"run id {self.run or 'unknown'}: "
-            + (
-                "the one you asked for"
-                if self.run_compared
-                else "not compared with anything. Whoever writes a whole run anew gets another id: compare it, or pass "
-                "the run's share code with --run"
-            )
-            + (f"; {self.promises_kept} kept promises are in its ledger" if self.promises_kept else ""),
-            f"run {self.run[:16]}: {self.entries} ledger entries, {self.publications} publications, "
-            f"{self.batches} batches{'' if self.finished else ', not finished yet'}",
-            f"rollouts: {self.rollouts_checked} of {self.rollouts_total} derived again, {self.rollouts_held} held; "
-            f"accepted: {self.accepted_checked} of {self.accepted_total} derived again"
-            + (f"; {self.rollouts_pending} wait for a verdict" if self.rollouts_pending else ""),
-        ]
-        out.append(
-            f"draws: {self.draws_checked} made again"
-            + (f", {self.draws_waiting} wait for their secret" if self.draws_waiting else "")
-            + (f"; {self.jobs_redrawn} jobs were drawn more than once" if self.jobs_redrawn else "")
-            + (f"; {self.jobs_unanswered} jobs never got a verdict" if self.jobs_unanswered else "")
-        )
-        if self.groups_untrained or self.decided_here:
-            who = ", ".join(f"{count} by {name[-8:]}" for name, count in self.decided_here.most_common())
-            out.append(
-                f"left out: {self.groups_untrained} accepted groups were never trained; "
-                f"{self.decided_here.total()} rollouts that a validator left undecided are decided here"
-                + (f" ({who})" if who else "")
-            )
+        out = [self._which_run(), *(self._counts() if self.examined else [])]
         if self.seed:
             out.append(f"a share of {self.fraction:g} was drawn; draw the same again with --seed {self.seed}")
         for item in self.derived:
             numbers = ", ".join(f"{name} {value:.6g}" for name, value in item.numbers.items())
             out.append(f"{item.rollout}: {item.outcome} ({item.reason}) {numbers}")
             out += [f"  {record} says {said}" for record, said in item.verdicts.items()]
-        for failure in self.failures[:most]:
-            out.append(f"DOES NOT HOLD  {failure.record}: {failure.reason.value}: {failure.message}")
-        if len(self.failures) > most:
-            out.append(f"... and {len(self.failures) - most} more; --json lists all")
-        out += [f"NOT CHECKED    {record}: {why}" for record, why in self.unchecked[:most]]
-        if len(self.unchecked) > most:
-            out.append(f"... and {len(self.unchecked) - most} more; --json lists all")
+        wrong = [(failure.record, f"{failure.reason.value}: {failure.message}") for failure in self.failures]
+        out += _named("DOES NOT HOLD  ", wrong, most)
+        out += _named("NOT CHECKED    ", self.unchecked, most)
         if self.failures:
             counts = Counter(failure.reason.value for failure in self.failures).most_common()
             reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
             out.append(
-                f"{len(self.failures)} failures: {reasons}. What a reason means: verifier explain {counts[0][0]}"
+                f"{counted(len(self.failures), 'failure')}: {reasons}. What a reason means: "
+                f"verifier explain {counts[0][0]}"
             )
         elif self.unchecked:
             out.append("nothing false was found, but not everything could be checked")
         else:
             out.append("everything that was checked holds")
+        return out
+
+    def _which_run(self) -> str:
+        said = f"run id {self.run or 'unknown'}: "
+        if self.run and self.run_compared:
+            said += (
+                "the one you asked for" if self.run == self.expected else f"not the one you asked for, {self.expected}"
+            )
+        elif self.run:
+            said += (
+                "not compared with anything. Whoever writes a whole run anew gets another id: compare it, or pass "
+                "the run's share code with --run"
+            )
+        else:
+            said += "it could not be read"
+        if self.promises_kept:
+            said += f"; {counted(self.promises_kept, 'kept promise')} found in its ledger"
+        return said if self.examined else f"{said}; nothing in the run was looked at"
+
+    def _counts(self) -> list[str]:
+        """What was looked at, in numbers."""
+        out = [
+            f"run {self.run[:16]}: {counted(self.entries, 'ledger entry', 'ledger entries')}, "
+            f"{counted(self.publications, 'publication')}, {counted(self.batches, 'batch', 'batches')}"
+            + ("" if self.finished else ", not finished yet"),
+            f"rollouts: {self.rollouts_checked} of {self.rollouts_total} derived again, {self.rollouts_held} held; "
+            f"accepted: {self.accepted_checked} of {self.accepted_total} derived again"
+            + (f"; without a verdict yet: {self.rollouts_pending}" if self.rollouts_pending else ""),
+            f"draws: {self.draws_checked} made again"
+            + (f", {self.draws_waiting} wait for their secret" if self.draws_waiting else "")
+            + (f"; {counted(self.jobs_redrawn, 'job')} drawn more than once" if self.jobs_redrawn else "")
+            + (f"; {counted(self.jobs_unanswered, 'job')} never got a verdict" if self.jobs_unanswered else ""),
+        ]
+        if self.groups_untrained or self.decided_here:
+            who = ", ".join(f"{count} by {name[-8:]}" for name, count in self.decided_here.most_common())
+            out.append(
+                f"left out: {counted(self.groups_untrained, 'accepted group')} never trained; "
+                f"{counted(self.decided_here.total(), 'rollout')} left undecided by a validator and decided here"
+                + (f" ({who})" if who else "")
+            )
         return out
