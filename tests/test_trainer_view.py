@@ -21,7 +21,7 @@ from trainer.ending import interrupted_lines, summary_lines
 from trainer.init import make_run
 from trainer.picture import Picture, take_picture
 from trainer.screen import screen
-from trainer.show import as_object
+from trainer.show import as_object, new_picture
 from trainer.spans import plain
 from trainer.terminal import REPAIR_S, Terminal, dressed
 from trainer.view import View, display_path, print_summary
@@ -284,6 +284,17 @@ def test_status_of_a_run_that_never_ran_says_how_to_start_it(tmp_path: Path) -> 
     for command in ("trainer serve run/run.toml", "trainer learn run/run.toml", "shardcast publish run"):
         assert command in done.stdout
     assert "\x1b" not in done.stdout
+
+
+def test_status_of_a_run_that_never_ran_knows_its_steps_and_of_a_demo_how_it_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run, steps=12, thresholds=NOISE)
+    assert "step 0/12" in "\n".join(plain(line) for line in screen(take_picture(run, new_picture(run)), 120))
+    (run / "demo.json").write_text('{"kinds": []}')
+    (run / "status.json").write_text(json.dumps(picture().status | {"phase": "stopped"}))
+    text = "\n".join(plain(line) for line in screen(take_picture(run, new_picture(run)), 160))
+    assert f"trainer demo --resume {run} goes on" in text
+    assert not any(command in text for command in ("trainer serve", "trainer learn", "shardcast publish"))
 
 
 def test_status_as_json_tells_who_waits_for_what() -> None:

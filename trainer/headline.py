@@ -43,7 +43,7 @@ def doing(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:
     if phase == "stopped":
         step = f"at step {picture.step} of {picture.steps}"
         return (
-            f"stopped {ago} ago {step}; trainer serve {picture.run_dir}/run.toml goes on",
+            f"stopped {ago} ago {step}; {picture.onward} goes on",
             f"stopped {step}",
             "stopped",
         )
@@ -60,7 +60,7 @@ def doing(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:
     if picture.sft and not picture.sft.get("done"):
         return "stage one: the learner copies right answers before it explores", "stage one, supervised"
     if not status and not picture.processes and not picture.began:
-        return f"nothing runs here yet; start it with: trainer serve {picture.run_dir}/run.toml", "nothing runs yet"
+        return f"nothing runs here yet; start it with: {picture.onward}", "nothing runs yet"
     if not nodes and not picture.processes and phase == "waiting for weights":
         return "waiting for weights and for members: nobody has joined yet", "waiting for weights"
     if not nodes:
@@ -81,7 +81,7 @@ def waits(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:
     if over(picture):
         return ("",)
     if silent(picture):
-        return f"the coordinator; bring it back with: trainer serve {picture.run_dir}/run.toml", "the coordinator"
+        return f"the coordinator; bring it back with: {picture.onward}", "the coordinator"
     late = loading(found)
     if late and not picture.rows:
         first = ", ".join(late[:NAMES]) + (f" and {len(late) - NAMES} more" if len(late) > NAMES else "")

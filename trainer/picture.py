@@ -5,7 +5,8 @@
     RUN/published/server.json, stats.json    the origin's: its process, bytes it sent
     RUN/checkpoints/.learner.lock     the learner's process
     RUN/nodes/*/runs/*/relay/stats.json      relays that live in the run directory (a demo's)
-    RUN/demo.json                     which nodes were told to misbehave (a demo's)
+    RUN/demo.json                     that a demo made this run, and which nodes were told to misbehave
+    RUN/run.toml                      how many steps it is to have, until the coordinator says so
 
 Reading is incremental: a long run costs no more a look than a short one. A file that is missing or half-written means
 that the run has not got that far; nothing here raises for it.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +112,8 @@ class Picture:
     """Name of the origin or of a relay -> bytes of weights it sent."""
     run_dir: str = ""
     """As a person types it, for the commands that go on with a run."""
+    staged: bool = False
+    """A demo made this run: one command starts all of it."""
     metrics: Metrics = field(default_factory=Metrics, repr=False)
     traffic_read: float = 0.0
     """Unix time at which byte counts and lock files were last read; 0 before the first look."""
@@ -118,6 +122,13 @@ class Picture:
     def step(self) -> int:
         """Steps the learner has done."""
         return int(self.rows[-1]["step"]) + 1 if self.rows else 0
+
+    @property
+    def onward(self) -> str:
+        """The command that brings the coordinator back: of a demo that nobody watches any more, all of it."""
+        if self.staged and not self.processes and not self.learner_alive and not self.origin_alive:
+            return f"trainer demo --resume {self.run_dir}"
+        return f"trainer serve {self.run_dir}/run.toml"
 
     @property
     def reward(self) -> float | None:
@@ -147,7 +158,9 @@ def take_picture(run_dir: Path, picture: Picture) -> Picture:
     picture.status = _read(run_dir / "status.json") or picture.status
     picture.metrics.read(run_dir / "metrics.jsonl")
     picture.rows, picture.sft = picture.metrics.rows, picture.metrics.sft
-    picture.steps = picture.steps or int(picture.status.get("steps") or 0)
+    picture.steps = picture.steps or int(picture.status.get("steps") or 0) or _steps(run_dir / "run.toml")
+    if not picture.traffic_read:
+        picture.staged = (run_dir / "demo.json").is_file()
     if not picture.kinds and not picture.traffic_read:
         kinds = _read(run_dir / "demo.json").get("kinds")
         picture.kinds = frozenset(map(str, kinds)) if isinstance(kinds, list) else frozenset()
@@ -157,6 +170,14 @@ def take_picture(run_dir: Path, picture: Picture) -> Picture:
         picture.learner_alive = _runs(_first_word(run_dir / "checkpoints" / ".learner.lock"), ("learn", "sft"))
         picture.origin_alive = _runs(str(_read(run_dir / "published" / "server.json").get("pid", "")), ("publish",))
     return picture
+
+
+def _steps(path: Path) -> int:
+    """How long a run is to be that nobody has served yet."""
+    try:
+        return int(tomllib.loads(path.read_text(encoding="utf-8"))["run"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _traffic(run_dir: Path) -> dict[str, int]:

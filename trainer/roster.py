@@ -148,7 +148,7 @@ def _coordinator(picture: Picture) -> Row:
     if process is not None and process.exit_code is not None:
         health, doing = _ended(process)
     elif not status:
-        health, doing = _loading(picture, process, f"trainer serve {picture.run_dir}/run.toml")
+        health, doing = _loading(picture, process, picture.onward)
     elif over(picture):
         health, doing = "off", (str(status["phase"]),)
     elif silent(picture):
@@ -340,6 +340,8 @@ def _ended(process: Process) -> tuple[str, tuple[str, ...]]:
 
 
 def _loading(picture: Picture, process: Process | None, command: str) -> tuple[str, tuple[str, ...]]:
+    if process is None and picture.onward.startswith("trainer demo"):
+        return "off", ("not started; it starts with the whole demo", "not started")
     if process is None:
         return "off", (f"not started; start it with: {command}", f"start: {command}", "not started")
     since = length(max(0.0, picture.now - process.since))

@@ -47,7 +47,7 @@ EVENTS = 64
 def to_json(picture: Picture, width: int, height: int) -> dict[str, Any]:
     """Everything `screen` looks at."""
     kept = ("title", "seconds", "steps", "members", "began", "sft", "notes", "now", "learner_alive", "origin_alive",
-            "sent", "run_dir")  # fmt: skip
+            "sent", "run_dir", "staged")  # fmt: skip
     rows = [{key: row[key] for key in ROW_KEYS if key in row} for row in picture.rows]
     events = list(picture.status.get("recent_events", []))[-EVENTS:]
     return {
