@@ -129,7 +129,7 @@ def test_a_stopped_run_has_failed_nothing(copy):
         shutil.rmtree(newer)
     report = audit(copy, Options())
     assert report.failures == [] and report.draws_waiting > 0 and not report.finished
-    assert any("wait for their secret" in line for line in report.lines())
+    assert any("waiting for their secret" in line for line in report.lines())
 
 
 def test_a_run_that_never_started_has_nothing_to_check_yet(built, copy, tmp_path, capsys):

@@ -92,7 +92,7 @@ def test_the_ledger_is_listed_in_words(run_dir, capsys):
         "2 accepted, 1 rejected, 1 inconclusive (format)",
     ):
         assert text in out
-    assert "does not decode" in out and "after 1 steps" in out
+    assert "does not decode" in out and "after 1 step:" in out
     assert cli.main(["ledger", str(run_dir / "ledger"), "--json", "--event", "verdict"]) == 1
     listed = json.loads(capsys.readouterr().out)
     assert [row["event"] for row in listed["entries"]] == ["verdict"]

@@ -216,7 +216,7 @@ class Report:
             f"accepted: {self.accepted_checked} of {self.accepted_total} derived again"
             + (f"; without a verdict yet: {self.rollouts_pending}" if self.rollouts_pending else ""),
             f"draws: {self.draws_checked} made again"
-            + (f", {self.draws_waiting} wait for their secret" if self.draws_waiting else "")
+            + (f", waiting for their secret: {self.draws_waiting}" if self.draws_waiting else "")
             + (f"; {counted(self.jobs_redrawn, 'job')} drawn more than once" if self.jobs_redrawn else "")
             + (f"; {counted(self.jobs_unanswered, 'job')} never got a verdict" if self.jobs_unanswered else ""),
         ]
