@@ -11,12 +11,15 @@ Not covered: defects of our own. They keep their traceback, which is what a bug 
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
 import sys
+from typing import Any
 
 from protocol.errors import HeadwaterError, ReasonCode
+from protocol.limits import PROTOCOL_VERSION
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _WORDS = {
@@ -34,6 +37,20 @@ _WORDS = {
     errno.EDQUOT: "could not be written: this user's quota is used up. What was written before is whole; whoever runs "
     "this machine must free some space, and the same command goes on",
 }
+
+
+class SayVersion(argparse.Action):
+    """`--version`: prints the release and the protocol it speaks, `trainer 0.1.0, protocol 1.0`, and ends."""
+
+    def __init__(self, option_strings: list[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the release and the protocol's version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        protocol = f"{PROTOCOL_VERSION >> 8}.{PROTOCOL_VERSION & 255}"
+        sys.stdout.write(f"{parser.prog} {version('headwater')}, protocol {protocol}\n")
+        parser.exit()
 
 
 def printable(text: str) -> str:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol import codec
+from protocol.commands import printable
 from protocol.envelope import Envelope, open_envelope, parse, seal
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
 from protocol.identity import Identity
@@ -385,7 +386,7 @@ def _take_lock(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         with contextlib.closing(os.fdopen(fd, "r")) as held:
-            holder = held.read(4096).strip() or "an unknown process"
+            holder = _holder(held.read(4096))
         raise LedgerError(
             f"the ledger beside {path} is held by {holder}; stop that `trainer serve` first, there is one writer a run",
             ReasonCode.LEDGER_LOCKED,
@@ -394,6 +395,16 @@ def _take_lock(path: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode(), 0)
     return fd
+
+
+def _holder(text: str) -> str:
+    """Who wrote itself into a lock file, in words."""
+    try:
+        found = json.loads(text)
+        host, started = printable(str(found["host"])), printable(str(found["started"]))
+        return f"process {int(found['pid'])} on {host} since {started}"
+    except (ValueError, KeyError, TypeError):
+        return "an unknown process"
 
 
 def is_served(path: Path) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.commands import fail
+from protocol.commands import SayVersion, fail
 from protocol.errors import EnvelopeError, HeadwaterError, ProtocolError, ReasonCode, UsageError
 from protocol.heap import settle_heap
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=SayVersion)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object per line, for programs")
     common.add_argument("--verbose", action="store_true", help="log what happens to stderr")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protocol.commands import fail
+from protocol.commands import SayVersion, fail
 from protocol.errors import HeadwaterError, ReasonCode, UsageError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=SayVersion)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add(commands, "demo", _demo, "the whole system on this machine", "trainer demo --cheats all", None)
     about = "who does what in a run, and who waits for whom"

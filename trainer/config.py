@@ -265,7 +265,7 @@ def load(path: Path) -> RunConfig:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
-        raise UsageError(f"{path} does not exist; make a run first: trainer init {path.parent}") from exc
+        raise UsageError(f"{path} does not exist; {_where_to_make_one(path.parent)}") from exc
     except OSError as exc:
         raise UsageError(f"{path} cannot be read ({exc.strerror}); its owner must allow it") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
@@ -277,6 +277,17 @@ def load(path: Path) -> RunConfig:
             f"{path}: {exc}. Whoever edits this file must correct it; `trainer init` writes one that documents every "
             "key"
         ) from exc
+
+
+def _where_to_make_one(folder: Path) -> str:
+    """What to type where no run is. A folder that holds other things is no place for one."""
+    try:
+        other = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError:
+        other = True
+    if other:
+        return "give the directory of a run, or make one in a folder of its own: trainer init runs/first"
+    return f"make a run first: trainer init {folder}"
 
 
 def _toml(value: Any) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.commands import fail
+from protocol.commands import SayVersion, fail
 from protocol.errors import HeadwaterError, UsageError
 
 Command = Callable[[argparse.Namespace], int]
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=SayVersion)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name: str, command: Command, about: str, example: str) -> argparse.ArgumentParser:
