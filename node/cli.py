@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     _home(join)
     join.add_argument("--name", default="", help="what people see; not an identity (default: the host's name)")
     join.add_argument("--engine-socket", type=Path, metavar="PATH", help="use the engine that listens here instead")
+    join.add_argument("--engine-later", action="store_true", help="that engine may start after this node")
     join.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of the model (default 1)")
     join.add_argument(
         "--listen",
@@ -110,7 +111,8 @@ def _home(parser: argparse.ArgumentParser) -> None:
 
 
 def _join(args: argparse.Namespace) -> int:
-    from node.join import JoinOptions, run_join
+    from node.join import run_join
+    from node.options import JoinOptions
 
     return run_join(
         JoinOptions(
@@ -119,6 +121,7 @@ def _join(args: argparse.Namespace) -> int:
             home=args.home,
             name=args.name,
             engine_socket=args.engine_socket,
+            engine_later=args.engine_later,
             threads=args.threads,
             listen=args.listen,
             yes=args.yes,

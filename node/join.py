@@ -14,15 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shlex
 import signal
-import socket
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
@@ -37,6 +33,7 @@ from node.home import Home, RunHome
 from node.log import EventLog
 from node.manifest import HeldManifest
 from node.member import UPGRADE_COMMAND, Member
+from node.options import JoinOptions, check_options
 from node.status import StatusFile
 from node.weights import follow_weights
 from protocol.control import Clock, ControlClient
@@ -72,35 +69,6 @@ START_DISK_MIB = 64
 """Keys, receipts and finished leases; weights are counted once their size is known."""
 
 
-@dataclass(frozen=True)
-class JoinOptions:
-    """What was typed, and this machine's clocks (seconds), which tests replace."""
-
-    role: str
-    run: str
-    home: Path
-    name: str = ""
-    engine_socket: Path | None = None
-    threads: int = 1
-    listen: str = "127.0.0.1:0"
-    yes: bool = False
-    log: Path | None = None
-    as_json: bool = False
-    wall: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
-
-    @property
-    def command(self) -> str:
-        """The command that starts this node again."""
-        words = ["node", "join", "--role", self.role, "--run", self.run, "--home", str(self.home)]
-        for option, value in (("--name", self.name), ("--engine-socket", self.engine_socket), ("--log", self.log)):
-            words += [option, str(value)] if value else []
-        words += ["--threads", str(self.threads)] if self.threads != 1 else []
-        words += ["--listen", self.listen] if self.role == "relay" else []
-        words += ["--yes"] * self.yes + ["--json"] * self.as_json
-        return shlex.join(words)
-
-
 class Role(Protocol):
     """What the supervisor knows of a role."""
 
@@ -115,6 +83,7 @@ def run_join(options: JoinOptions) -> int:
     home = Home(options.home)
     try:
         target = resolve(options.run)
+        check_options(options)
         home.lock()
         require(
             f"the role {options.role}",
@@ -202,7 +171,7 @@ async def _take_part(options: JoinOptions, target: Target, home: Home, log: Even
             status=StatusFile(part.status),
             log=log,
             role=options.role,
-            name=(options.name or socket.gethostname())[:64],
+            name=options.shown_name,
             come_back=options.command,
             wall=options.wall,
             monotonic=options.monotonic,

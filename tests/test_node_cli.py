@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from node.handover import next_node
 from node.home import Home
+from node.options import JoinOptions
 from protocol.errors import UsageError
 from protocol.identity import Identity, load_identity
 from protocol.manifest import ShareCode, format_share_code
@@ -171,6 +173,43 @@ def test_a_run_that_cannot_be_meant_is_refused_in_words(tmp_path, run, words):
     assert done.returncode == 2
     assert words in done.stderr
     assert not (tmp_path / "h").exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "words"),
+    [
+        ("relay", ["--listen", "999:1"], "give an IP address and a port"),
+        ("relay", ["--listen", "127.0.0.1:70000"], "between 0 and 65535"),
+        ("relay", ["--listen", "192.0.2.1:0"], "does not have that address"),
+        ("relay", ["--listen", "BUSY"], "another program listens there"),
+        ("inference", ["--listen", "127.0.0.1:1"], "for the role relay only"),
+        ("inference", ["--engine-socket", "/nonexist"], "start the engine first"),
+        ("inference", ["--engine-socket", "/nonexist/x", "--engine-later"], "nothing is there"),
+        ("inference", ["--engine-socket", "/"], "no socket"),
+        ("inference", ["--engine-socket", "/" + "x" * 200], "at most 107 bytes"),
+        ("inference", ["--engine-later"], "--engine-socket PATH"),
+        ("validator", ["--engine-socket", "/nonexist"], "for the role inference only"),
+        ("inference", ["--threads", "0"], "between 1 and"),
+        ("validator", ["--threads", "999999"], "between 1 and"),
+        ("validator", ["--name", "é" * 33], "longer than 64 bytes"),
+        ("validator", ["--name", "a\x1b[2J"], "can't be shown"),
+        ("validator", ["--log", "/"], "/"),
+    ],
+)
+def test_an_option_that_cannot_hold_here_is_refused_before_the_network(tmp_path, role, options, words):
+    code = format_share_code(ShareCode(b"r" * 32, Identity.generate().public, ("/ip4/127.0.0.1/tcp/9",)))
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        options = [f"127.0.0.1:{busy.getsockname()[1]}" if word == "BUSY" else word for word in options]
+        done = call("join", "--role", role, "--run", code, "--home", str(tmp_path / "h"), *options)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "h").exists()
+
+
+def test_a_node_says_how_it_is_started_again(tmp_path):
+    options = JoinOptions(
+        role="inference", run="r", home=tmp_path, engine_socket=tmp_path / "e.sock", engine_later=True, threads=2
+    )
+    assert options.command.endswith(f"--engine-socket {tmp_path}/e.sock --engine-later --threads 2")
 
 
 def test_a_run_is_found_by_code_file_or_address(tmp_path):

@@ -216,7 +216,7 @@ def test_a_dishonest_node_is_suspended_told_why_and_leaves_with_exit_0(river, tm
     river.program(
         str(ROOT / "examples" / "cheats" / "quantised.py"), "--socket", str(socket), "--truth", str(tmp_path / "truth")
     )
-    node = river.join("stranger", "inference", "--engine-socket", str(socket))
+    node = river.join("stranger", "inference", "--engine-later", "--engine-socket", str(socket))
     river.wait("the node to end", lambda: node.process.poll() is not None, 180)
     assert node.process.returncode == 0, river.logs()
     left = node.events("left")[0]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from node.join import START_MEMORY_MIB, JoinOptions, run_join
+from node.join import START_MEMORY_MIB, run_join
 from node.log import EventLog
+from node.options import JoinOptions
 from node.weights import check_room, download_line, memory_need_mib, show_first_download
 from protocol import preflight
 from protocol.errors import UsageError

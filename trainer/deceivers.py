@@ -132,5 +132,5 @@ def processes_of(
     node = Path(sys.executable).with_name("node")
     return [
         (f"{kind}-engine", "engine", engine),
-        (kind, "inference", [str(node), *join(kind), "--engine-socket", socket]),
+        (kind, "inference", [str(node), *join(kind), "--engine-later", "--engine-socket", socket]),
     ]
