@@ -100,7 +100,7 @@ def _check_engine_socket(path: Path, *, later: bool) -> None:
     except FileNotFoundError as exc:
         if later and path.parent.is_dir():
             return
-        fix = "start the engine first, allow for it with --engine-later, or leave the option out for the built-in engine"
+        fix = "start the engine first, allow for it with --engine-later, or leave this out for the built-in one"
         raise UsageError(f"--engine-socket {path}: nothing is there; {fix}") from exc
     except (OSError, ValueError) as exc:
         raise UsageError(f"--engine-socket {path}: it can't be looked at ({exc})") from exc
