@@ -1,6 +1,7 @@
 """`trainer`: make a run, serve it, learn, and show it. Each subcommand imports what it needs when it runs.
 
-Exit codes: 0 done, 1 ran and did not succeed, 2 could not start (usage, port, keys, lock), 130 interrupted.
+Exit codes: 0 done, 1 ran and did not succeed, 2 could not start (usage, port, keys, lock), 130 interrupted
+(`serve` by SIGTERM: 143; `learn` loses nothing by it: 0).
 Errors go to stderr with cause, fix and who must act; with `--json` as one object {"error": {code, message}}.
 """
 
