@@ -156,8 +156,8 @@ class EngineClient:
             except (FileNotFoundError, ConnectionRefusedError) as exc:
                 if loop.time() > end:
                     raise EngineError(
-                        f"no engine answered at {path} within {deadline_s:.0f} s; start it, or drop "
-                        "--engine-socket to use the built-in one",
+                        f"no engine answered at {path} within {deadline_s:.0f} s; start one that listens there "
+                        "(`node join` starts its own where it gets no --engine-socket)",
                         ReasonCode.DEADLINE,
                     ) from exc
                 await asyncio.sleep(0.05)

@@ -117,9 +117,13 @@ def test_the_command_measures_a_real_engine(tmp_path: Path, capsys: pytest.Captu
         engine.wait(20)
 
 
-def test_no_engine_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("verifier.calibrate._CONNECT_S", 0.2)
     model = str(ROOT / "trainer" / "data" / "tiny")
     out = tmp_path / "noise.json"
     code = main(["calibrate", model, "--engine-socket", str(tmp_path / "none"), "--rollouts", "1", "--out", str(out)])
     assert code != 0 and not out.exists()
+    said = capsys.readouterr().err
+    assert "start one that listens there" in said and "drop --engine-socket" not in said, "here it is required"
