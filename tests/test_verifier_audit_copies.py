@@ -171,12 +171,16 @@ def test_a_copy_that_cannot_be_read_is_not_checked(copy, name):
     assert report.failures == [] and [record for record, _ in report.unchecked] == [name]
 
 
-def test_many_records_wrong_alike_are_one_line_for_people_and_all_in_json(copy, capsys):
-    shutil.rmtree(copy / "published")
-    shutil.rmtree(copy / "checkpoints")
-    assert cli.main(["audit", str(copy)]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if "published/" in line]
-    assert len(lines) <= 4 and any("published/e0000-s00000000 and 2 more: record-missing" in line for line in lines)
-    assert cli.main(["audit", str(copy), "--json"]) == 1
+def test_many_records_wrong_alike_are_one_line_for_people_and_all_in_json(tmp_path, capsys):
+    root = build_archive(tmp_path / "run", steps=4, leases_per_step=1).root
+    shutil.rmtree(root / "published")
+    for name in ("config.json", "tokenizer.json"):
+        change(root / "model" / name)
+    assert cli.main(["audit", str(root)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("published/" in line for line in lines) == 2, "the blobs, and the policies"
+    assert any("published/e0000-s00000000 and 4 more (--json): record-missing" in line for line in lines)
+    assert any("DOES NOT HOLD  model/config.json, model/tokenizer.json: hash-mismatch" in line for line in lines)
+    assert cli.main(["audit", str(root), "--json"]) == 1
     named = [item["record"] for item in json.loads(capsys.readouterr().out)["failures"]]
-    assert {f"published/e0000-s{step:08d}" for step in range(3)} <= set(named)
+    assert {f"published/e0000-s{step:08d}" for step in range(5)} <= set(named)

@@ -54,15 +54,19 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+_NAMED_ALIKE = 3
+"""So many records that fail alike are all named in one line; of more, the first and the number."""
+
+
 def _named(said: str, records: list[tuple[str, str]], most: int) -> list[str]:
-    """A line for each thing that is wrong; what is wrong alike is one line, under its first record."""
+    """A line for each thing that is wrong; what is wrong alike is one line."""
     alike: dict[str, list[str]] = {}
     for record, why in records:
         alike.setdefault(why, []).append(record)
-    out = [
-        f"{said}{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}"
-        for why, names in list(alike.items())[:most]
-    ]
+    out = []
+    for why, names in list(alike.items())[:most]:
+        few = len(names) <= _NAMED_ALIKE
+        out.append(f"{said}{', '.join(names) if few else f'{names[0]} and {len(names) - 1} more (--json)'}: {why}")
     left = sum(len(names) for names in list(alike.values())[most:])
     return [*out, f"... and {left} more; --json lists all"] if left else out
 
