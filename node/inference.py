@@ -37,6 +37,9 @@ from shardcast.puller import Policy, Puller
 LEASE_WAIT_MS = 20_000
 """How long the coordinator may hold a lease request open."""
 
+NOTHING_TO_COME_MS = 10_000
+"""Who is told to ask again only after this long is not waited with: the run is over, or so is this node's part."""
+
 UPLOADS_AT_ONCE = 2
 """Submissions travelling beside the lease in work. More would only hide a slow uplink."""
 
@@ -206,6 +209,8 @@ class InferenceNode(Worker[Work]):
             self._told = ""
         else:
             member.waits_for = reply.reason
+            if reply.retry_ms >= NOTHING_TO_COME_MS:
+                member.ask_soon()
             if reply.reason != self._told:  # once between two leases
                 self._told = reply.reason
                 self._log.event("lease.none", reason=reply.reason, state=reply.state)

@@ -211,7 +211,7 @@ class _Place:
         """The owner's wish was carried out: say so at once, there may be no time for it after the cleaning up."""
         if not self._said:
             self._said = True
-            self.member.show(ended="stopped by its owner")
+            self.member.show(ended=self.member.stopped_words)
             self.log.last_words("left the run", *self.summary(), f"come back with: {self.options.command}")
 
     def puller(self, pacing: Pacing | None = None) -> Puller:
@@ -285,7 +285,9 @@ async def _inference(place: _Place) -> None:
 
     member.gauges = gauges
     weights = follow_weights(puller, member, place.part.weights, place.log)
-    await supervise(node, place.stopped, node.run(info), member.heartbeats(), weights)
+    await supervise(
+        node, place.stopped, node.run(info), member.heartbeats(), weights, last_question=member.hear_the_end
+    )
 
 
 async def _validator(place: _Place) -> None:
@@ -308,7 +310,7 @@ async def _validator(place: _Place) -> None:
     place.summary = node.summary
     member.gauges = lambda: {"bytes_up": node.bytes_sent, "bytes_down": puller.bytes_received + node.bytes_received}
     weights = follow_weights(puller, member, place.part.weights, place.log)
-    await supervise(node, place.stopped, node.run(), member.heartbeats(), weights)
+    await supervise(node, place.stopped, node.run(), member.heartbeats(), weights, last_question=member.hear_the_end)
 
 
 async def _relay(place: _Place) -> None:
@@ -323,14 +325,22 @@ async def _relay(place: _Place) -> None:
     )
     place.stack.push_async_callback(node.close)
     url = await node.start()
-    await place.member.join(addresses=(url,))
-    await supervise(node, place.stopped, node.run(), place.member.heartbeats())
+    member = place.member
+    await member.join(addresses=(url,))
+    member.gauges = lambda: {"bytes_up": node.bytes_sent, "bytes_down": node.bytes_received}
+    await supervise(node, place.stopped, node.run(), member.heartbeats(), last_question=member.hear_the_end)
 
 
-async def supervise(role: Role, stopped: Callable[[], None], *parts: Awaitable[None]) -> None:
+async def supervise(
+    role: Role,
+    stopped: Callable[[], None],
+    *parts: Awaitable[None],
+    last_question: Callable[[], Awaitable[None]] | None = None,
+) -> None:
     """Run all parts until one ends; that one's error is the reason.
 
     Args:
+        last_question: asked beside handing back, when the owner ends the node.
         stopped: called when the owner ended the node and the role has handed back what it could.
 
     Raises:
@@ -349,7 +359,8 @@ async def supervise(role: Role, stopped: Callable[[], None], *parts: Awaitable[N
                 raise reason
         raise NodeError("a part of this node ended without saying why; look into its log and report it")
     except asyncio.CancelledError:
-        await _abandon(role, "the node was stopped by its owner")
+        asked = [last_question()] if last_question is not None else []
+        await asyncio.gather(_abandon(role, "the node was stopped by its owner"), *asked)
         stopped()
         raise
     finally:

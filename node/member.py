@@ -14,6 +14,7 @@ Not covered: choosing between several coordinators (a run has one).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -59,6 +60,9 @@ _COME_BACK = frozenset(
     }
 )
 """Answers of the coordinator that time may change, beside every failure to reach it. The rest is raised to the role."""
+
+LAST_QUESTION_S = 0.6
+"""A node that is stopped asks once more whether the run is over; the person waits for it no longer than this."""
 
 HEARTBEAT_DEADLINE_S = 15.0
 """A heartbeat without an answer for this long means that the coordinator is away; long enough to try HTTP too."""
@@ -152,6 +156,9 @@ class Member:
         self._warned_clock = False
         self._away: set[str] = set()
         self._away_since = 0.0
+        self._heard = monotonic()
+        self._finished = False
+        self._ask_now = asyncio.Event()
         self._conflict: HeadsConflictError | None = None
 
     @property
@@ -219,6 +226,7 @@ class Member:
             again = self._joins > 0
             self._joins += 1
             self._joined_at = self._monotonic()
+        self._heard = self._monotonic()
         self._warn_about_clock(reply.time)
         self._note_back("join")
         self.parents.take(self.run, reply.weights, reply.passes)
@@ -258,6 +266,8 @@ class Member:
             SuspendedError: it takes nothing more from us.
         """
         reason = _explained(reason.removeprefix("this node is suspended: "))
+        if self.role != "inference" and state == "probation":
+            state = "active"  # probation ends with accepted rollouts: who has the operator's grant instead is at work
         self.reason = reason if state in ("paused", "suspended") else ""
         if state != self.state:
             self.log.event("state", state=state, reason=self.reason)
@@ -409,6 +419,7 @@ class Member:
         """Report until the run ends. Raises LeavingError."""
         while True:
             started = self._monotonic()
+            self._ask_now.clear()
             reply = await self.call("heartbeat", self._beat(), HeartbeatReply, deadline_s=HEARTBEAT_DEADLINE_S)
             await self._take(reply)
             self.show()
@@ -416,7 +427,32 @@ class Member:
                 raise self._conflict
             if reply.finished:
                 raise RunFinishedError("the run is finished; thank you")
-            await asyncio.sleep(max(0.05, self._heartbeat_s - (self._monotonic() - started)))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.05, self._heartbeat_s - (self._monotonic() - started))):
+                    await self._ask_now.wait()
+
+    def ask_soon(self) -> None:
+        """Send the next heartbeat now: an answer said that there is nothing more to come, and its reply says why."""
+        self._ask_now.set()
+
+    async def hear_the_end(self) -> None:
+        """Ask whether the run is over, for the last words of a node that is stopped; it may stay without an answer."""
+        if self._away or not self._joins:
+            return
+        with contextlib.suppress(ProtocolError, TimeoutError):
+            async with asyncio.timeout(LAST_QUESTION_S):
+                reply = await self.control.call("heartbeat", self._beat(), HeartbeatReply, deadline_s=LAST_QUESTION_S)
+            self._finished, self.newest_step = reply.finished, max(self.newest_step, reply.step)
+
+    @property
+    def stopped_words(self) -> str:
+        """How a node that its owner stopped has ended: with the run, or before."""
+        steps = self.run.manifest.steps
+        if self._finished:
+            return "the run is finished; stopped by its owner"
+        if max(self.newest_step, self.policy[1]) >= steps:
+            return f"the run has done all its {steps} steps; stopped by its owner"
+        return "stopped by its owner"
 
     def _beat(self) -> Heartbeat:
         return Heartbeat(
@@ -424,6 +460,7 @@ class Member:
         )
 
     async def _take(self, reply: HeartbeatReply) -> None:
+        self._heard = self._monotonic()
         if reply.weights:
             self.parents.take(self.run, reply.weights, reply.passes)
         self.newest_step = reply.step
@@ -483,11 +520,13 @@ class Member:
             "reason": self.reason,
             "epoch": self.policy[0],
             "step": self.policy[1],
-            "newest_step": self.newest_step,
+            "newest_step": max(self.newest_step, self.policy[1]),  # weights may come before word of them
             "activity": self.activity,
             "activity_s": round(now - self._since, 1),
             "waits_for": self.waits_for or self._told_waits_for,
             "away_s": round(now - self._away_since, 1) if self._away else None,
+            "heard_s": round(now - self._heard, 1),
+            "heartbeat_s": self._heartbeat_s,
             "done": self.done,
             "accepted": self.accepted,
             "rejected": self.rejected,
@@ -514,7 +553,8 @@ class Member:
         waits = self.waits_for or self._told_waits_for
         counted = f", {self.accepted} accepted" if self.role == "inference" else ""
         self.log.status(
-            f"{self.role} | {self.state} | step {self.policy[1]} of {self.newest_step} | {self.done} done{counted} | "
+            f"{self.role} | {self.state} | step {self.policy[1]} of "
+            f"{max(self.newest_step, self.policy[1])} | {self.done} done{counted} | "
             f"{self.activity}{f': {waits}' if waits else ''}"
         )
 

@@ -39,6 +39,17 @@ class RelayNode:
             passes=True,
             report=member.report,
         )
+        self._sent_before = self._server.server.counters.bytes_sent
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of shards sent by this process; the server's own count goes on from earlier ones."""
+        return self._server.server.counters.bytes_sent - self._sent_before
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of shards received by this process."""
+        return self._server.bytes_received
 
     async def start(self) -> str:
         """Listen, and return the URL to announce."""

@@ -21,6 +21,9 @@ from shardcast.heads import replace_file
 
 MAX_STATUS_BYTES = 1 << 20
 
+LATE_S = 2.5
+"""A heartbeat's answer that is overdue by this much is worth a word; less calls every busy moment an absence."""
+
 
 class StatusFile:
     """Writes the picture. Readers see the old or the new one, never a half."""
@@ -97,18 +100,19 @@ def as_lines(picture: dict[str, Any]) -> list[str]:
         told = f" (told {picture['age_s']:.0f} s ago)" if picture["age_s"] > 30 else ""
         doing = f"{picture['activity']}, for {_duration(picture.get('activity_s', 0.0) + picture['age_s'])}{told}"
         rows.append(("doing", doing))
-        if picture.get("waits_for"):
+        silent_s = _silent_s(picture)
+        if silent_s is not None:
+            # What it last said of the run may have been over for as long.
+            rows.append(("coordinator", f"has not answered for {_duration(silent_s)}; this node asks until it does"))
+        elif picture.get("waits_for"):
             rows.append(("waits for", str(picture["waits_for"])))
-        if picture.get("away_s") is not None:
-            away = _duration(picture["away_s"] + picture["age_s"])
-            rows.append(("coordinator", f"has not answered for {away}; this node asks again until it does"))
     elif picture.get("ended"):
         rows.append(("ended", f"{picture['ended']} ({_duration(picture['age_s'])} ago)"))
     else:
         rows.append(("ended", f"without a word, {_duration(picture['age_s'])} ago or later: killed, or crashed"))
     reason = f": {picture['reason']}" if picture.get("reason") else ""
     rows.append(("state", f"{picture['state']}{reason}"))
-    rows.append(("weights", f"step {picture['step']} of {picture['newest_step']} published"))
+    rows.append(("weights", f"step {picture['step']} of {max(picture['step'], picture['newest_step'])} published"))
     rows.append(("work", _work(picture)))
     rows.append(("traffic", f"{_mib(picture.get('bytes_up', 0))} sent, {_mib(picture.get('bytes_down', 0))} received"))
     if picture.get("engine"):
@@ -119,6 +123,18 @@ def as_lines(picture: dict[str, Any]) -> list[str]:
     if not picture["alive"] and picture.get("come_back"):
         rows.append(("come back", str(picture["come_back"])))
     return lines + [f"  {name:<12}{text}" for name, text in rows]
+
+
+def _silent_s(picture: dict[str, Any]) -> float | None:
+    """Seconds since the coordinator's last answer, once it is plainly late; None while it answers.
+
+    A call that is not answered is given up after 15 s only; a person who asks meanwhile is told what is known.
+    """
+    age_s, every_s = float(picture["age_s"]), float(picture.get("heartbeat_s") or 0.0)
+    heard_s = float(picture.get("heard_s") or 0.0) + age_s
+    if picture.get("away_s") is not None:
+        return max(float(picture["away_s"]) + age_s, heard_s)
+    return heard_s if every_s and heard_s > every_s + LATE_S else None
 
 
 def _work(picture: dict[str, Any]) -> str:

@@ -357,3 +357,42 @@ async def test_a_head_that_the_coordinator_did_not_sign_is_no_promise(rig, tmp_p
     async with beating(member) as task:
         await until(lambda: bool(events(tmp_path / "home", "heads.invalid")), task)
         assert not task.done() and not member.heads.conflict
+
+
+@pytest.mark.parametrize(("role", "shown"), [("inference", "probation"), ("relay", "active"), ("validator", "active")])
+async def test_who_has_the_operators_grant_is_in_no_probation(rig, tmp_path, role, shown):
+    rig.state = "probation"
+    member = rig.member(tmp_path / role, role=role)
+    await member.join()
+    assert member.picture()["state"] == shown
+    member.policy = (0, 56)
+    assert member.picture()["newest_step"] == 56, "weights that are here were published"
+
+
+async def test_a_node_stopped_after_the_end_says_that_the_run_is_finished(rig, tmp_path):
+    member = rig.member(tmp_path / "home")
+    await member.join()
+    await member.hear_the_end()
+    assert member.stopped_words == "stopped by its owner"
+    rig.finished = True
+    await member.hear_the_end()
+    assert member.stopped_words == "the run is finished; stopped by its owner"
+    alone = rig.member(tmp_path / "alone", role="relay")
+    await alone.join()
+    rig.wire.cut = True
+    await alone.hear_the_end()
+    assert alone.stopped_words == "stopped by its owner"
+    alone.policy = (0, rig.genesis.manifest.steps)
+    assert f"has done all its {rig.genesis.manifest.steps} steps" in alone.stopped_words
+
+
+async def test_who_is_told_to_come_back_much_later_asks_at_once_whether_the_run_is_over(rig, tmp_path):
+    member = rig.member(tmp_path / "home")
+    await member.join()
+    member._heartbeat_s = 3600.0
+    task = asyncio.create_task(member.heartbeats())
+    await until(lambda: member.newest_step == 7, task)
+    rig.finished = True
+    member.ask_soon()
+    with pytest.raises(RunFinishedError):
+        await asyncio.wait_for(task, 10)

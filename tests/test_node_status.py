@@ -56,6 +56,21 @@ def test_a_running_node_tells_what_it_does_and_whom_it_waits_for(home):
     assert "has not answered for 5 min" in text and "paused: proof-mismatch" in text and "WARNING" in text
 
 
+def test_numbers_that_cannot_be_are_not_shown(home):
+    write(home, step=56, newest_step=53)
+    assert "step 56 of 56 published" in shown(home)
+
+
+def test_a_silent_coordinator_is_told_before_the_call_to_it_is_given_up(home, monkeypatch):
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    write(home, heard_s=0.1, heartbeat_s=5.0)
+    assert "coordinator" not in shown(home) and "waits for" in shown(home)
+    monkeypatch.setattr("node.status._uptime", lambda: now + 8)
+    text = shown(home)
+    assert "has not answered for 8 s" in text and "next weights" not in text
+    assert read_status(home)["alive"]
+
+
 def test_an_ended_node_says_how_and_what_brings_it_back(home):
     write(home, ended="the run is finished; thank you")
     picture = read_status(home)
