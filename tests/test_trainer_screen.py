@@ -12,7 +12,7 @@ from trainer.headline import curve, doing, waits
 from trainer.picture import Picture, Process
 from trainer.roster import Row, rows, tree
 from trainer.screen import columns, screen
-from trainer.spans import fit, length, plain, size, wrapped
+from trainer.spans import fit, length, plain, several, size, wrapped
 
 NOW = 1000.0
 WHY = {
@@ -211,6 +211,12 @@ def test_a_learner_or_origin_that_died_is_shown_with_its_command() -> None:
     assert "trainer learn runs/demo/run.toml" in row(shown, "learner").doing[0]
     assert "shardcast publish runs/demo" in row(shown, "origin").doing[0]
     assert row(shown, "learner").health == row(shown, "origin").health == "gone"
+
+
+def test_one_thing_is_not_called_several() -> None:
+    shown = picture(leases_open=1, rollouts={"accepted": 1, "rejected": 0, "pending": 1})
+    assert row(shown, "coordinator").doing[:2] == ("1 lease out, 1 rollout to be checked", "1 lease, 1 to check")
+    assert (several(0, "lease"), several(1, "lease"), several(2, "lease")) == ("0 leases", "1 lease", "2 leases")
 
 
 def test_the_learner_learns_or_waits() -> None:

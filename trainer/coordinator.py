@@ -71,6 +71,7 @@ from trainer.leasing import Leasing
 from trainer.members import Members
 from trainer.news import News
 from trainer.reports import Reports
+from trainer.spans import several
 from trainer.status import StatusWriter
 from trainer.trainable import Trainable, vocabulary_of
 
@@ -287,7 +288,7 @@ class Coordinator:
             self.judging.drawing.reveal_all()  # in one transaction with the end: nothing is drawn after it
             self.book.append("run.finished", RunFinished(steps, "all steps are done"))
             await self.book.commit()
-            self.news.say(f"the run is finished: {steps} steps")
+            self.news.say(f"the run is finished: {several(steps, 'step')}")
         self.book.seal(self.run_dir / "ledger")
         self.phase = "finished"
         self.status.write(self.phase)
@@ -301,7 +302,7 @@ class Coordinator:
             ticket = self.book.changes.ticket()
             await self.book.changes.wait(ticket, min(1.0, end - loop.time()))
         if self.book.window.undecided:
-            self.news.say(f"{len(self.book.window.undecided)} submissions are left without a decision")
+            self.news.say(f"left without a decision: {several(len(self.book.window.undecided), 'submission')}")
 
     async def _end(self) -> None:
         """A clean stop: nobody new, everything durable, everything sealed."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.spans import Line, length, size
+from trainer.spans import Line, length, several, size
 from trainer.terminal import dressed, is_terminal, speaks_unicode, wants_colour
 
 _LABEL_CELLS = 13
@@ -34,7 +34,7 @@ def summary_lines(summary: Mapping[str, Any], run: str) -> list[Line]:
     rejected = int(summary["honest_rejected"])
     lines: list[Line] = [[]]
     first, last = float(summary["reward_first"]), float(summary["reward_last"])
-    took = f"{summary['steps']} steps, {length(float(summary['seconds']))}"
+    took = f"{several(int(summary['steps']), 'step')}, {length(float(summary['seconds']))}"
     lines.append(_fact("reward", [(f"{first:.2f} -> ", ""), (f"{last:.2f}", "good"), (f" in {took}", "")]))
     judged = f"{int(summary['honest_verified']):,} rollouts checked, "
     none = "none rejected" if not rejected else f"{rejected} REJECTED: that is a bug, please report it"
@@ -54,7 +54,9 @@ def summary_lines(summary: Mapping[str, Any], run: str) -> list[Line]:
     lines.append(_fact("cost", [(f"{sent} of weights sent, {peak:.1f} GiB of memory at the peak, all together", "")]))
     left = {"open": summary["rollouts_pending"], "undecided": summary["rollouts_inconclusive"]}
     if any(left.values()):
-        lines.append(_fact("left", [(", ".join(f"{n} rollouts {word}" for word, n in left.items() if n), "")]))
+        lines.append(
+            _fact("left", [(", ".join(f"{several(n, 'rollout')} {word}" for word, n in left.items() if n), "")])
+        )
     lines += [[], [("Try next:", "bold")]]
     return lines + _commands(
         [

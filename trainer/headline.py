@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from protocol.commands import printable
 from trainer.picture import Picture
 from trainer.roster import Row, loading, over, silent
-from trainer.spans import Line, cell, fit, length, size
+from trainer.spans import Line, cell, fit, length, several, size
 from trainer.waiting import NAMES
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -85,7 +85,7 @@ def waits(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:
     late = loading(found)
     if late and not picture.rows:
         first = ", ".join(late[:NAMES]) + (f" and {len(late) - NAMES} more" if len(late) > NAMES else "")
-        return f"{first} to load", f"{len(late)} processes to load"
+        return f"{first} to load", f"{several(len(late), 'process', 'processes')} to load"
     parts = printable(str(picture.status.get("waits_for") or "")).split("; ")
     shorter = [parts[0].partition(mark)[0] for mark in (" for batch ", ": ") if mark in parts[0]]
     return (*("; ".join(parts[:count]) for count in range(len(parts), 0, -1)), *shorter)

@@ -41,6 +41,7 @@ from trainer.config import RunConfig
 from trainer.errors import TrainerError
 from trainer.incoming import Door, batch_path, read_batch
 from trainer.metrics import MetricsFile
+from trainer.spans import several
 from trainer.update import Policy
 from verifier.allocator import keep_freed_memory
 from verifier.model import PolicyModel, load_policy
@@ -321,7 +322,7 @@ def main(config: RunConfig, *, as_json: bool = False, only_sft: bool = False) ->
     elif stopping.is_set():
         say(f"stopped after step {summary['steps']}; the same command goes on from here")
     else:
-        say(f"done: {summary['steps']} steps")
+        say(f"done: {several(summary['steps'], 'step')}")
     if as_json:
         sys.stdout.write(json.dumps(summary) + "\n")
     return 0

@@ -24,7 +24,7 @@ from typing import Any
 from protocol.commands import printable
 from trainer.news import in_words
 from trainer.picture import Picture, Process
-from trainer.spans import length
+from trainer.spans import length, several
 
 STALE_S = 5.0
 """status.json is written once a second; a coordinator that has not for this long is called quiet."""
@@ -158,15 +158,11 @@ def _coordinator(picture: Picture) -> Row:
         rollouts = status.get("rollouts", {})
         leases, pending = status.get("leases_open", 0), rollouts.get("pending", 0)
         doing = (
-            f"{_several(leases, 'lease')} out, {_several(pending, 'rollout')} to be checked",
-            f"{_several(leases, 'lease')}, {pending} to check",
+            f"{several(leases, 'lease')} out, {several(pending, 'rollout')} to be checked",
+            f"{several(leases, 'lease')}, {pending} to check",
             f"{pending} to check",
         )
     return Row("coordinator", "coordinator", "coordinator", health, doing, step=step, quiet_s=quiet)
-
-
-def _several(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def _learner(picture: Picture) -> Row:
@@ -278,7 +274,7 @@ def _activity(node: Mapping[str, Any]) -> tuple[str, ...]:
     activity = printable(str(node.get("activity") or ""))
     outvoted = int(node.get("outvoted") or 0)
     if outvoted:  # whatever else it does: it is wrong, or two others are
-        told = f"outvoted on {_several(outvoted, 'rollout')}"
+        told = f"outvoted on {several(outvoted, 'rollout')}"
         return f"{told} by two other validators: {activity or waits}", f"{told}; {activity or waits}", told, "outvoted"
     queue, took = int(node.get("open_jobs") or 0), node.get("verdict_s")
     if queue > 1 and activity.startswith("judging"):

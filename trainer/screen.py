@@ -24,7 +24,7 @@ from protocol.commands import printable
 from trainer.headline import head, reward
 from trainer.picture import Picture
 from trainer.roster import Row, rows, tree
-from trainer.spans import Line, cell, fit, length, size, wrapped
+from trainer.spans import Line, cell, fit, length, several, size, wrapped
 
 MARKS = {"alive": "●", "loading": "◌", "quiet": "○", "gone": "✗", "left": "✓", "off": "·", "unknown": "?"}
 _HEALTH_STYLE = {"alive": "good", "loading": "warn", "quiet": "warn", "gone": "bad", "unknown": "warn"}
@@ -115,7 +115,7 @@ def _tree(listed: list[Row], width: int, room: int) -> list[Line]:
         counts = [(sum(row.health == health for row in left), health) for health in ("alive", "loading")]
         counts.append((sum(row.accepted or 0 for row in left), "rollouts accepted"))
         told = ", ".join(f"{count} {word}" for count, word in counts if count)
-        who = f"and {len(left)} more" if kept else f"{len(left)} processes"
+        who = f"and {len(left)} more" if kept else several(len(left), "process", "processes")
         lines.append([("  " + fit((f"{who}: {told}", who) if told else (who,), width - 2), "dim")])
     return lines
 
