@@ -14,10 +14,12 @@ Not covered: signing, retries and the HTTP fallback (`control`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import random
+import signal
 import socket
 import struct
 import sys
@@ -54,6 +56,13 @@ that would have been up."""
 
 STOP_S = 3.0
 MAX_LOG_BYTES = 8 * MIB
+
+OWNER_STOPS_S = 5.0
+"""Whoever stops a service or a whole run tells all its processes to end, this one too; its owner, told the same, closes
+it within this long. Until then nobody is alarmed, and none is started that would only have to end again."""
+
+_TOLD_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGALRM})
+"""Exit statuses of a host process that somebody asked to end; SIGALRM is its own last resort."""
 
 logger = logging.getLogger("headwater.host")
 
@@ -101,6 +110,7 @@ class HostProcess:
         self._answering: dict[int, asyncio.Task[None]] = {}
         self._next = 1
         self._closing = False
+        self._close_asked = asyncio.Event()
         self._pause = 0.05
         self._blocked: list[str] = []
         self.restarts = 0
@@ -182,6 +192,7 @@ class HostProcess:
     async def close(self) -> None:
         """End the process. Requests in flight fail; peers are told."""
         self._closing = True
+        self._close_asked.set()
         if not self._ready.is_set() and self._process is not None and self._process.returncode is None:
             self._process.kill()  # still importing: it has spoken to nobody, and would hear of our end seconds later
         self._ready.clear()
@@ -210,12 +221,22 @@ class HostProcess:
             await self._pause_before_restart(started)
 
     async def _pause_before_restart(self, started: float) -> None:
+        """Return when the process is to be started again, or at once when it is not, because we are being closed."""
+        code = self._process.returncode if self._process is not None else None
+        if not self._closing and code in _TOLD_TO_END:
+            await self._closed_within(OWNER_STOPS_S)
         if self._closing:
             return
         self.restarts += 1
         self._pause = 0.05 if time.monotonic() - started > 30 else min(2 * self._pause, RESTART_MAX_S)
         logger.warning("the libp2p host process ended; restarting it (restart %d)", self.restarts)
-        await asyncio.sleep(self._pause * random.uniform(0.5, 1.5))
+        await self._closed_within(self._pause * random.uniform(0.5, 1.5))
+
+    async def _closed_within(self, seconds: float) -> None:
+        """Wait, but no longer than until we are being closed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._close_asked.wait()
 
     async def _run_once(self) -> None:
         ours, theirs = socket.socketpair()

@@ -145,6 +145,29 @@ async def test_a_killed_host_process_heals_and_keeps_its_port(make_host, side):
     assert server.addresses[0] == address
 
 
+async def test_a_host_told_to_end_with_its_owner_is_not_restarted_and_nobody_is_alarmed(make_host, caplog):
+    host = await make_host(LOOPBACK, handler=answer)
+    pid = host.pid
+    os.kill(pid, signal.SIGTERM)  # as a service manager does, or a demo that ends: to every process
+    async with asyncio.timeout(10):
+        while alive(pid):
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    begun = time.monotonic()
+    await host.close()
+    assert time.monotonic() - begun < 1 and host.restarts == 0
+    assert "restarting" not in caplog.text
+
+
+async def test_a_host_that_alone_was_told_to_end_comes_back(make_host, caplog, monkeypatch):
+    monkeypatch.setattr("protocol.host.OWNER_STOPS_S", 0.2)
+    server, client = await make_host(LOOPBACK, handler=answer), await make_host()
+    os.kill(server.pid, signal.SIGTERM)
+    await asyncio.sleep(0.5)
+    await until_answered(client, server.addresses[0], 20)
+    assert server.restarts == 1 and "restarting it (restart 1)" in caplog.text
+
+
 async def test_broken_frames_get_a_reason_code_and_others_never_notice(make_host):
     server = await make_host(LOOPBACK, handler=answer)
     client = await make_host()
