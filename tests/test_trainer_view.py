@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -271,6 +272,7 @@ def _own_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job is started deaf to Ctrl-C
 
 
 # --- trainer status -----------------------------------------------------------------------------------------------
