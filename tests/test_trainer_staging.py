@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,11 +112,20 @@ def test_what_can_not_be_resumed_says_what_can_be_done(tmp_path: Path) -> None:
         reopen(over)
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_demo_whose_processes_still_work_is_not_started_twice(tmp_path: Path) -> None:
     run_dir = interrupted(tmp_path / "run")
     Plan("tiny", None, 1, 1, 0).save(run_dir)
     process = subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARK: RUN})
     try:
+        environment = Path(f"/proc/{process.pid}/environ")
+        until(lambda: RUN.encode() in environment.read_bytes())  # the kernel shows it a moment after exec returned
         with pytest.raises(UsageError, match=f"stop them with: kill {process.pid}"):
             reopen(run_dir)
     finally:
