@@ -53,6 +53,11 @@ class SayVersion(argparse.Action):
         parser.exit()
 
 
+def several(count: int, word: str, words: str = "") -> str:
+    """A number of things: 1 lease, 3 leases."""
+    return f"{count} {word if count == 1 else words or word + 's'}"
+
+
 def printable(text: str) -> str:
     """Text that somebody else chose, safe on a terminal: no escape sequence, line break or change of direction."""
     if text.isprintable():

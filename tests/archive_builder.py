@@ -88,6 +88,13 @@ class BuiltArchive:
     """Every key of the run, by public key."""
 
 
+def copy_archive(built: BuiltArchive, into: Path) -> Path:
+    """A copy to damage, without the folders that an auditor never gets or does without."""
+    target = into / "run"
+    shutil.copytree(built.root, target, ignore=shutil.ignore_patterns("state", "checkpoints", "model", ".lock"))
+    return target
+
+
 def build_archive(
     root: Path, steps: int = 2, leases_per_step: int = 2, before_end: Callable[[_Builder], None] = lambda builder: None
 ) -> BuiltArchive:

@@ -52,7 +52,7 @@ def test_a_peer_that_ignores_the_window_is_cut_and_buffers_one_window_at_most(ou
 
 def test_a_peer_that_opens_streams_without_end_is_cut(outcomes):
     upstream, fixed = outcomes("streams")
-    assert upstream["streams"] > 100  # as many as it came to in the time; the fixed one stops it at once
+    assert upstream["streams"] > 400
     assert fixed["streams"] <= 8
     assert fixed["cut"]
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from protocol.commands import several
 from trainer.headline import curve, doing, waits
 from trainer.picture import Picture, Process
 from trainer.roster import Row, rows, tree
 from trainer.screen import columns, screen
-from trainer.spans import fit, length, plain, several, size, wrapped
+from trainer.spans import fit, length, plain, size, wrapped
 
 NOW = 1000.0
 WHY = {

@@ -20,7 +20,7 @@ from protocol.errors import ReasonCode, UsageError
 from protocol.identity import peer_id_text
 from protocol.records import INCONCLUSIVE, Outcome, Verdict, VerdictDetails
 from protocol.state import ACCEPTED
-from tests.archive_builder import build_archive, invert_verdicts, reseal, rewrite
+from tests.archive_builder import build_archive, copy_archive, invert_verdicts, reseal, rewrite
 from verifier import cli
 from verifier.archive import RunArchive
 from verifier.audit import Options, audit
@@ -37,10 +37,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def copy(built, tmp_path):
-    """A copy to damage, without the folders an auditor never gets."""
-    target = tmp_path / "run"
-    shutil.copytree(built.root, target, ignore=shutil.ignore_patterns("state", "checkpoints", "model", ".lock"))
-    return target
+    return copy_archive(built, tmp_path)
 
 
 def records(report):

@@ -1,6 +1,5 @@
 """Accused relays, looked at again: one that lied, a coordinator that only says so, an origin that signed twice."""
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from protocol.identity import peer_id_text
 from protocol.records import RelayReport, RelayStamp
 from shardcast.publication import split_frames
 from shardcast.records import SHARD_KIND, ShardRecord
-from tests.archive_builder import build_archive, identity, rewrite
+from tests.archive_builder import build_archive, copy_archive, identity, rewrite
 from verifier.archive import RunArchive
 from verifier.audit import Options, audit
 from verifier.explain import EXPLANATIONS
@@ -49,9 +48,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def copy(built, tmp_path):
-    target = tmp_path / "run"
-    shutil.copytree(built.root, target, ignore=shutil.ignore_patterns("state", "checkpoints", "model", ".lock"))
-    return target
+    return copy_archive(built, tmp_path)
 
 
 def indices(root):

@@ -135,6 +135,14 @@ def test_a_row_of_a_step_that_was_never_trained_is_named_in_a_finished_run_only(
     assert not report.finished and report.failures == [], "the learner is ahead of what is sealed"
 
 
+def test_a_file_of_wrong_rows_is_named_so_often_and_no_oftener(copy):
+    with (copy / "metrics.jsonl").open("a") as out:
+        out.write('{"event": "step", "step": 0}\n' * 5000)
+    report = audit(copy, FILES_ONLY)
+    assert len(report.failures) == 100
+    assert any(record == "metrics.jsonl" and "were not read" in why for record, why in report.unchecked)
+
+
 def test_what_a_kill_leaves_of_metrics_is_no_failure(copy):
     path = copy / "metrics.jsonl"
     whole = path.read_bytes()

@@ -12,7 +12,7 @@ from protocol.errors import ReasonCode
 from protocol.records import ACCEPT, REJECT, DrawsOpened, DropEvidence, JobDrawn, Verdict
 from protocol.segments import SealedEntry
 from shardcast.records import Head
-from tests.archive_builder import Chain, build_archive, identity, reseal, rewrite
+from tests.archive_builder import Chain, build_archive, copy_archive, identity, reseal, rewrite
 from verifier import cli
 from verifier.archive import RunArchive
 from verifier.audit import Options, audit
@@ -47,15 +47,9 @@ def changed(tmp_path_factory):
     return build_archive(tmp_path_factory.mktemp("changed") / "run", before_end=late)
 
 
-def copied(built, tmp_path):
-    target = tmp_path / "run"
-    shutil.copytree(built.root, target, ignore=shutil.ignore_patterns("state", "checkpoints", "model", ".lock"))
-    return target
-
-
 @pytest.fixture
 def copy(built, tmp_path):
-    return copied(built, tmp_path)
+    return copy_archive(built, tmp_path)
 
 
 def events(root, name):
@@ -273,7 +267,7 @@ def test_a_wrong_job_id_is_named():
 
 def test_verdicts_are_held_against_the_manifest_their_lease_names(changed, tmp_path):
     """Under the genesis manifest cat's honest rollouts would be accepted; its lease names a stricter one."""
-    copy = copied(changed, tmp_path)
+    copy = copy_archive(changed, tmp_path)
     report = audit(copy, Options())
     assert report.rollouts_checked == report.rollouts_held == report.rollouts_total == 24
     assert not failures(report, ReasonCode.LEDGER_BROKEN) and len(RunArchive.open(copy).chain.links) == 1
@@ -281,7 +275,7 @@ def test_verdicts_are_held_against_the_manifest_their_lease_names(changed, tmp_p
 
 
 def test_evidence_that_does_not_follow_is_named(changed, tmp_path):
-    copy = copied(changed, tmp_path)
+    copy = copy_archive(changed, tmp_path)
     invented, overstated = events(copy, "evidence.drop")
     report = audit(copy, FILES_ONLY)
     assert [(f.record, f.reason) for f in report.failures] == [
@@ -301,7 +295,7 @@ def test_weights_signed_by_a_rotated_origin_hold(tmp_path):
         path.write_bytes(builder.chain.sealed("origin-2", held.kind, held.record(Head)))
 
     built = build_archive(tmp_path / "built", steps=1, before_end=rotate)
-    report = audit(copied(built, tmp_path), FILES_ONLY)
+    report = audit(copy_archive(built, tmp_path), FILES_ONLY)
     assert report.exit_code == 0 and report.failures == []
 
 
@@ -309,7 +303,7 @@ def test_what_a_revoked_key_signed_before_its_revocation_is_named(tmp_path):
     built = build_archive(
         tmp_path / "built", steps=1, before_end=lambda b: b.chain.update(revoke={"vic": 0, "rel": 9999})
     )
-    report = audit(copied(built, tmp_path), FILES_ONLY)
+    report = audit(copy_archive(built, tmp_path), FILES_ONLY)
     named = {record for record, why in report.unchecked if "revoked from an entry before" in why}
     vic = {
         f"ledger/{sealed.index}"

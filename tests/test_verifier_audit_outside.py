@@ -11,7 +11,7 @@ from protocol.ledger import TREE_KIND
 from protocol.manifest import ShareCode, format_share_code
 from protocol.merkle import leaf_hash, root_of
 from protocol.records import Receipt, RunFinished, TreeHead
-from tests.archive_builder import START_MS, build_archive, identity, rewrite, seal
+from tests.archive_builder import START_MS, build_archive, copy_archive, identity, rewrite, seal
 from verifier import cli
 from verifier.archive import RunArchive
 from verifier.audit import Options, audit
@@ -26,9 +26,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def copy(built, tmp_path):
-    target = tmp_path / "run"
-    shutil.copytree(built.root, target, ignore=shutil.ignore_patterns("state", "checkpoints", "model", ".lock"))
-    return target
+    return copy_archive(built, tmp_path)
 
 
 def leaves(built):

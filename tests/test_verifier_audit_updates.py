@@ -8,7 +8,7 @@ import pytest
 
 from protocol.chain import Chain, Revocation, RunUpdate, delegate, seal_update
 from protocol.errors import ReasonCode
-from tests.archive_builder import START_MS, build_archive, identity, write_updates
+from tests.archive_builder import START_MS, build_archive, copy_archive, identity, write_updates
 from verifier.archive import RunArchive
 from verifier.audit import Options, audit
 
@@ -28,9 +28,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def copy(built, tmp_path):
-    target = tmp_path / "run"
-    shutil.copytree(built.root, target, ignore=shutil.ignore_patterns("state", "checkpoints", "model", ".lock"))
-    return target
+    return copy_archive(built, tmp_path)
 
 
 def further(built, issued_at, signer="root", links=None, **changes):

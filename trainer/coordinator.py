@@ -28,6 +28,7 @@ from typing import Any
 from environments import registry
 from protocol.chain import Chain, pack_updates
 from protocol.clock import Clock
+from protocol.commands import several
 from protocol.control import ControlServer
 from protocol.envelope import open_envelope, parse
 from protocol.errors import EnvelopeError, LedgerError, ManifestError, ProtocolError, ReasonCode, UsageError
@@ -71,7 +72,6 @@ from trainer.leasing import Leasing
 from trainer.members import Members
 from trainer.news import News
 from trainer.reports import Reports
-from trainer.spans import several
 from trainer.status import StatusWriter
 from trainer.trainable import Trainable, vocabulary_of
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.spans import Line, length, several, size
+from protocol.commands import several
+from trainer.spans import Line, length, size
 from trainer.terminal import dressed, is_terminal, speaks_unicode, wants_colour
 
 _LABEL_CELLS = 13

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 
-from protocol.commands import printable
+from protocol.commands import printable, several
 from trainer.picture import Picture
 from trainer.roster import Row, loading, over, silent
-from trainer.spans import Line, cell, fit, length, several, size
+from trainer.spans import Line, cell, fit, length, size
 from trainer.waiting import NAMES
 
 BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from protocol.commands import several
 from protocol.errors import ReasonCode, UsageError
 from protocol.heap import settle_heap
 from protocol.manifest import Run, open_manifest
@@ -41,7 +42,6 @@ from trainer.config import RunConfig
 from trainer.errors import TrainerError
 from trainer.incoming import Door, batch_path, read_batch
 from trainer.metrics import MetricsFile
-from trainer.spans import several
 from trainer.update import Policy
 from verifier.allocator import keep_freed_memory
 from verifier.model import PolicyModel, load_policy

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protocol.commands import printable
+from protocol.commands import printable, several
 from trainer.news import in_words
 from trainer.picture import Picture, Process
-from trainer.spans import length, several
+from trainer.spans import length
 
 STALE_S = 5.0
 """status.json is written once a second; a coordinator that has not for this long is called quiet."""

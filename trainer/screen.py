@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
-from protocol.commands import printable
+from protocol.commands import printable, several
 from trainer.headline import head, reward
 from trainer.picture import Picture
 from trainer.roster import Row, rows, tree
-from trainer.spans import Line, cell, fit, length, several, size, wrapped
+from trainer.spans import Line, cell, fit, length, size, wrapped
 
 MARKS = {"alive": "●", "loading": "◌", "quiet": "○", "gone": "✗", "left": "✓", "off": "·", "unknown": "?"}
 _HEALTH_STYLE = {"alive": "good", "loading": "warn", "quiet": "warn", "gone": "bad", "unknown": "warn"}

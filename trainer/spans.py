@@ -58,11 +58,6 @@ def wrapped(text: str, width: int) -> list[str]:
     return [line for line in lines if line] or [""]
 
 
-def several(count: int, word: str, words: str = "") -> str:
-    """A number of things: 1 lease, 3 leases."""
-    return f"{count} {word if count == 1 else words or word + 's'}"
-
-
 def size(count: int | None) -> str:
     """Bytes for a person, in at most 6 cells: 12 kB, 3.4 MB, 812 MB, 1.2 GB; empty for None."""
     if count is None:

@@ -19,6 +19,7 @@ import functools
 import io
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -37,6 +38,9 @@ WEIGHTS = "model.safetensors"
 METRICS = "metrics.jsonl"
 _MAX_LINE_BYTES = 1 << 20
 """A row of metrics is about 1 KB; a longer line is none, and memory stays bounded."""
+
+_MAX_WRONG_ROWS = 100
+"""So many rows are named; a file made of wrong ones is as long as whoever wrote it likes."""
 
 
 def check_copies(
@@ -107,7 +111,8 @@ def _check_metrics(archive: RunArchive, batches: Mapping[int, list[Trained]], re
     """The reward curve: each step's row says what the batch of that step holds. A step may have several rows: a learner
     that was killed repeats what it had not saved."""
     closed = {one.step for one in archive.facts.batches.values()}
-    seen: set[int] = set()
+    seen: set[int] = set()  # no more of them than the ledger has
+    low, high, wrong_rows = math.inf, -math.inf, 0
     with open_regular(archive.root / METRICS) as raw, io.BufferedReader(cast("io.RawIOBase", raw)) as file:
         for number in itertools.count(1):
             line = file.readline(_MAX_LINE_BYTES)
@@ -120,11 +125,19 @@ def _check_metrics(archive: RunArchive, batches: Mapping[int, list[Trained]], re
                     return  # what it stood for can't be known, nor whether a step is missing
             elif row.get("event") == "step":
                 step = row.get("step")
-                seen.add(step if isinstance(step, int) else -1)
+                if isinstance(step, int):
+                    low, high = min(low, step), max(high, step)
+                    seen |= closed & {step}
                 wrong = _contradicts(row, step, closed, batches, whole=report.finished and not archive.problems)
                 if wrong:
                     report.fail(f"{METRICS}:{number}", ReasonCode.BATCH_WRONG, wrong)
-    gaps = sorted(step for step in closed - seen if seen and min(seen) < step < max(seen))
+                    wrong_rows += 1
+                if wrong_rows == _MAX_WRONG_ROWS:
+                    report.unchecked.append(
+                        (METRICS, f"{wrong_rows} rows are wrong; those after row {number} were not read")
+                    )
+                    return
+    gaps = sorted(step for step in closed - seen if low < step < high)
     if gaps:
         text = f"trained steps without a row, between others that have one: {len(gaps)}, the first is step {gaps[0]}"
         report.unchecked.append((METRICS, text))

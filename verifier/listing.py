@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.chain import ONLINE_ROLES, RunUpdate
+from protocol.commands import several
 from protocol.envelope import Envelope, parse
 from protocol.errors import ProtocolError, UsageError
 from protocol.identity import peer_id_text
@@ -36,7 +37,6 @@ from protocol.records import (
 )
 from protocol.state import PolicyHead
 from verifier.archive import BODIES, MANIFEST, NOT_STARTED, SUBJECTS, RunArchive, read_entry
-from verifier.report import counted
 
 __all__ = ["NOT_STARTED", "describe", "line", "only", "open_ledger", "rows"]
 
@@ -118,12 +118,12 @@ def _describe(envelope: Envelope | None, record: object) -> str:
             return f"epoch {record.epoch} step {record.step}, root {record.root.hex()[:16]}"
         case Lease():
             owner = _short(envelope.audience if envelope is not None else b"")
-            size = f"{len(record.tasks)} x {counted(record.samples, 'rollout')}"
+            size = f"{len(record.tasks)} x {several(record.samples, 'rollout')}"
             return f"{record.lease_id.hex()} to {owner}: {size}, step {record.step}"
         case LeaseClosed():
             return f"{record.lease_id.hex()}: {record.reason}"
         case UploadIntent():
-            return f"{record.lease_id.hex()} from {who}: {counted(record.length, 'byte')}"
+            return f"{record.lease_id.hex()} from {who}: {several(record.length, 'byte')}"
         case DrawsOpened():
             return f"period {record.period}: {record.second_draw:g} checked twice, {record.commitment.hex()[:16]}"
         case DrawsRevealed():
@@ -139,15 +139,15 @@ def _describe(envelope: Envelope | None, record: object) -> str:
             return _verdict(record, who)
         case DropEvidence():
             return (
-                f"{_short(record.key)} gave up {counted(record.lost, 'lease')} with {record.lost_mean:+.3g} and "
+                f"{_short(record.key)} gave up {several(record.lost, 'lease')} with {record.lost_mean:+.3g} and "
                 f"returned {record.returned} with {record.returned_mean:+.3g}: log e {record.log_e:.3g}"
             )
         case RelayReport():
             return f"{_short(record.relay)}, shown by {who}: {record.detail}"
         case BatchClosed():
-            return f"step {record.step}: {counted(len(record.entries), 'rollout')}"
+            return f"step {record.step}: {several(len(record.entries), 'rollout')}"
         case RunFinished():
-            return f"after {counted(record.steps, 'step')}: {record.reason}"
+            return f"after {several(record.steps, 'step')}: {record.reason}"
     return ""
 
 

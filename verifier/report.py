@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from protocol.commands import several
 from protocol.errors import ReasonCode
 from protocol.segments import Problem
 
@@ -47,11 +48,6 @@ class Derived:
     numbers: dict[str, float]
     verdicts: dict[str, str]
     """Record of each stored verdict -> its outcome."""
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    """`1 batch`, `2 batches`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 _NAMED_ALIKE = 3
@@ -184,7 +180,7 @@ class Report:
             counts = Counter(failure.reason.value for failure in self.failures).most_common()
             reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
             out.append(
-                f"{counted(len(self.failures), 'failure')}: {reasons}. What a reason means: "
+                f"{several(len(self.failures), 'failure')}: {reasons}. What a reason means: "
                 f"verifier explain {counts[0][0]}"
             )
         elif self.unchecked:
@@ -207,28 +203,28 @@ class Report:
         else:
             said += "it could not be read"
         if self.promises_kept:
-            said += f"; {counted(self.promises_kept, 'kept promise')} found in its ledger"
+            said += f"; {several(self.promises_kept, 'kept promise')} found in its ledger"
         return said if self.examined else f"{said}; nothing in the run was looked at"
 
     def _counts(self) -> list[str]:
         """What was looked at, in numbers."""
         out = [
-            f"run {self.run[:16]}: {counted(self.entries, 'ledger entry', 'ledger entries')}, "
-            f"{counted(self.publications, 'publication')}, {counted(self.batches, 'batch', 'batches')}"
+            f"run {self.run[:16]}: {several(self.entries, 'ledger entry', 'ledger entries')}, "
+            f"{several(self.publications, 'publication')}, {several(self.batches, 'batch', 'batches')}"
             + ("" if self.finished else ", not finished yet"),
             f"rollouts: {self.rollouts_checked} of {self.rollouts_total} derived again, {self.rollouts_held} held; "
             f"accepted: {self.accepted_checked} of {self.accepted_total} derived again"
             + (f"; without a verdict yet: {self.rollouts_pending}" if self.rollouts_pending else ""),
             f"draws: {self.draws_checked} made again"
             + (f", waiting for their secret: {self.draws_waiting}" if self.draws_waiting else "")
-            + (f"; {counted(self.jobs_redrawn, 'job')} drawn more than once" if self.jobs_redrawn else "")
-            + (f"; {counted(self.jobs_unanswered, 'job')} never got a verdict" if self.jobs_unanswered else ""),
+            + (f"; {several(self.jobs_redrawn, 'job')} drawn more than once" if self.jobs_redrawn else "")
+            + (f"; {several(self.jobs_unanswered, 'job')} never got a verdict" if self.jobs_unanswered else ""),
         ]
         if self.groups_untrained or self.decided_here:
             who = ", ".join(f"{count} by {name[-8:]}" for name, count in self.decided_here.most_common())
             out.append(
-                f"left out: {counted(self.groups_untrained, 'accepted group')} never trained; "
-                f"{counted(self.decided_here.total(), 'rollout')} left undecided by a validator and decided here"
+                f"left out: {several(self.groups_untrained, 'accepted group')} never trained; "
+                f"{several(self.decided_here.total(), 'rollout')} left undecided by a validator and decided here"
                 + (f" ({who})" if who else "")
             )
         return out
