@@ -12,9 +12,9 @@ chain and a relay's own stamp.
     paused --a second validator repeats one--> suspended (for good; what is undecided is discarded)
     any --evidence of dropped results, of a relay's lie, or a revocation--> suspended
 
-Not covered: how verdicts decide a submission (`decision`), the rules of batches (`batch_rules`), of leases
-(`lease_rules`) and of the manifest (`chain`); whom to lease to, whom to draw, what to batch (`trainer`); whether a draw
-is the right one (the audit: it needs the secret that is revealed later).
+Not covered: how verdicts decide a submission (`decision`), the rules of batches (`batch_rules`), of draws
+(`draw_rules`), of leases (`lease_rules`) and of the manifest (`chain`); whom to lease to, whom to draw, what to batch
+(`trainer`); whether a draw is the right one (the audit: it needs the secret that is revealed later).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from protocol import codec, decision, draws, lease_rules
+from protocol import codec, decision, draw_rules, lease_rules
 from protocol.batch_rules import check_batch
 from protocol.chain import Chain
 from protocol.envelope import Envelope, parse
@@ -367,30 +367,13 @@ class RunState:
     def _draws_opened(self, index: int, entry: LedgerEntry) -> None:
         opened = codec.decode(DrawsOpened, entry.body)
         assert self.manifest is not None
-        if opened.period != len(self.periods):
-            raise LedgerError(f"period {opened.period} came where {len(self.periods)} was expected")
-        if self.periods and self.periods[-1].submissions < draws.PERIOD_SUBMISSIONS:
-            raise LedgerError(
-                f"a new secret after {self.periods[-1].submissions} of {draws.PERIOD_SUBMISSIONS} submissions"
-            )
-        if opened.second_draw < self.manifest.leases.second_draw:
-            raise LedgerError("fewer second draws than the run's manifest promises")
-        if opened.probation_factor < draws.SECOND_DRAW_IN_PROBATION:
-            raise LedgerError("fewer second draws in probation than the protocol asks for")
+        draw_rules.check_opened(opened, self.periods, self.manifest)
         self.periods.append(PeriodState(index, opened))
 
     def _draws_revealed(self, index: int, entry: LedgerEntry) -> None:
         revealed = codec.decode(DrawsRevealed, entry.body)
         assert self.manifest is not None
-        if revealed.period >= len(self.periods):
-            raise LedgerError(f"period {revealed.period} was never opened")
-        period = self.periods[revealed.period]
-        if period.secret is not None:
-            raise LedgerError(f"period {revealed.period} is already revealed")
-        if blake3(revealed.secret).digest() != period.opened.commitment:
-            raise LedgerError(f"not the secret that period {revealed.period} is bound to")
-        if period.open_jobs and len(self.batches) < self.manifest.steps:
-            raise LedgerError(f"{len(period.open_jobs)} jobs of period {revealed.period} still wait for their verdict")
+        period = draw_rules.check_revealed(revealed, self.periods, len(self.batches) >= self.manifest.steps)
         period.secret, period.revealed_index = revealed.secret, index
 
     def _validators(self, index: int, entry: LedgerEntry) -> None:
@@ -412,34 +395,11 @@ class RunState:
 
     def _job(self, index: int, entry: LedgerEntry) -> None:
         job = codec.decode(JobDrawn, entry.body)
-        submission = self.submissions.get(job.submission)
-        if submission is None:
-            raise LedgerError("no submission has this index")
-        if not 1 <= job.round <= decision.ROUNDS:
-            raise LedgerError(f"there is no round {job.round}")
-        if job.job_id in self._jobs or job.round in submission.verdicts:
-            raise LedgerError("the job id is used, or the round already has its verdict")
-        if submission.verdict_index is not None:
-            raise LedgerError("the submission is already decided")
-        needed = job.round in submission.jobs or decision.next_round(submission) == job.round
-        if (
-            not needed
-            and (job.round == 3 or job.round - 1 not in submission.jobs)
-            and submission.index in (self.nodes[submission.owner].undecided)
-        ):
-            raise LedgerError(f"nothing asks for round {job.round} yet")
+        found = self.submissions.get(job.submission)
+        undecided = found is not None and found.index in self.nodes[found.owner].undecided
+        submission = draw_rules.check_round(job, found, job.job_id in self._jobs, undecided)
         self._check_validator(job.validator)
-        if decision.others(submission, job.round).get(job.validator) is False:
-            raise LedgerError("the second validator must be another one than the first")
-        if submission.period is None:
-            raise LedgerError("the submission came while no draw period was open")
-        period = self.periods[submission.period]
-        if job.period != submission.period or job.attempt != submission.attempts.get(job.round, 0):
-            raise LedgerError("another draw period or attempt than the submission's")
-        if period.secret is not None:
-            raise LedgerError("drawn with a secret that was already revealed")
-        if job.validator not in self.present:
-            raise LedgerError("the validator was not present")
+        period = draw_rules.check_draw(job, submission, self.periods, self.present)
         period.open_jobs.add((submission.index, job.round))
         submission.jobs[job.round] = job
         submission.attempts[job.round] = job.attempt + 1
