@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier import toploc
+from verifier import field, toploc
 from verifier.errors import ProofError
 from verifier.thresholds import PROOF_GATE
 
@@ -208,10 +208,10 @@ def test_the_field_arithmetic_in_floats_is_exact_at_its_bounds() -> None:
     for offset in (0, 1, P - 1, P // 2):
         for sign in (1, -1):
             whole = sign * (quotients * P + offset)
-            assert np.array_equal(toploc._rem(whole.astype(np.float64)), (whole % P).astype(np.float64))
+            assert np.array_equal(field.rem(whole.astype(np.float64)), (whole % P).astype(np.float64))
     half = P // 2
     for m in (np.full(128, half), np.full(128, half + 1), rng.integers(0, P, 128), np.tile([half, half + 1], 64)):
         for s in (np.full(128, half), np.full(128, P - 1), rng.integers(0, P, 128), np.tile([half + 1, half], 64)):
             exact = [sum(int(m[k + j]) * int(s[j]) for j in range(128 - k)) % P for k in range(128)]
-            ours = toploc._correlate(m.astype(np.float64), s.astype(np.float64))
+            ours = field.correlate(m.astype(np.float64), s.astype(np.float64))
             assert ours.tolist() == exact

@@ -1,0 +1,163 @@
+"""Polynomials over GF(65497): through given points, and their values; many of them side by side.
+
+    interpolate(x, y)     the coefficients of the polynomials of degree < K through K points each
+    evaluate(c, x)        their values
+
+Field elements are whole numbers in float64, which are exact below 2^53: a sum of K products of two of them stays below
+2^39, so matrix products by the float library are exact and one remainder serves a whole sum. Tables of the field are
+made once, on first use.
+
+Not covered: which points a proof is about (`verifier.points`), what its values mean (`verifier.toploc`).
+
+Shape suffixes: C polynomials' sets of points, K points of each, L polynomials over one set.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.limits import PROOF_MODULUS_MAX
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+_P = PROOF_MODULUS_MAX
+"""The field's prime, 65497."""
+
+
+def rem(values: F64) -> F64:
+    """values mod p, for whole numbers of magnitude below 2^47.
+
+    (v + 1/2) / p is at least 2^-17 away from every whole number, and its rounding error below 2^-20, so the floor
+    never errs.
+    """
+    quotient = values + 0.5
+    quotient *= 1.0 / _P
+    np.floor(quotient, out=quotient)
+    quotient *= -float(_P)
+    quotient += values
+    return quotient
+
+
+@functools.cache
+def _inverses() -> F64:
+    """The inverse of each field element (0 for 0): powers of a generator, whose inverses are the powers reversed."""
+    order = PROOF_MODULUS_MAX - 1
+    powers = np.ones(1)
+    generator = _generator(order)
+    step = generator
+    while len(powers) < order:
+        powers = np.concatenate([powers, rem(powers * step)])
+        step = step * step % PROOF_MODULUS_MAX
+    powers = powers[:order]
+    inverses = np.zeros(PROOF_MODULUS_MAX)
+    inverses[powers.astype(np.int64)] = powers[(order - np.arange(order)) % order]
+    return inverses
+
+
+def _generator(order: int) -> int:
+    factors = [n for n in range(2, order) if order % n == 0 and all(n % d for d in range(2, int(n**0.5) + 1))]
+    return next(
+        g for g in range(2, PROOF_MODULUS_MAX) if all(pow(g, order // f, PROOF_MODULUS_MAX) != 1 for f in factors)
+    )
+
+
+_BLOCK = 16
+"""Powers made one by one; longer sums go in blocks of this many. Only speed changes with it."""
+
+
+@functools.cache
+def _power_tables() -> tuple[F64, F64]:
+    """x^0 .. x^15 and x^16 of each field element: [16, 65497], [65497]."""
+    prime = np.uint32(_P)  # (p - 1)^2 < 2^32: products fit, and integer remainders are the cheaper ones here
+    x = np.arange(_P, dtype=np.uint32)
+    powers = np.ones((_BLOCK + 1, _P), dtype=np.uint32)
+    for power in range(_BLOCK):
+        powers[power + 1] = powers[power] * x % prime
+    return powers[:_BLOCK].astype(np.float64), powers[_BLOCK].astype(np.float64)
+
+
+def _powers(x_CK: I64) -> tuple[F64, F64]:
+    """x^0 .. x^15 as [C, 16, K], and x^16 [C, K]."""
+    powers, step = _power_tables()
+    return powers.take(x_CK, axis=1).transpose(1, 0, 2), step.take(x_CK)
+
+
+def interpolate(x_CK: I64, y_CLK: F64) -> F64:
+    """Coefficients [C, L, K], ascending, of the polynomials of degree < K through (x, y) for each of L limbs.
+
+    Lagrange's form: with M(z) = product of (z - x_i) and weights w_i = y_i / M'(x_i), the polynomial is the sum of
+    w_i M(z) / (z - x_i). As M(z) / (z - x) = sum over k of z^k times the sum over j of m_{k+1+j} x^j, coefficient k is
+    the sum over j of m_{k+1+j} s_j with the power sums s_j = sum over i of w_i x_i^j: a Hankel matrix times a vector.
+    """
+    chunks, limbs, count = y_CLK.shape
+    blocks = -(-count // _BLOCK)
+    width = blocks * _BLOCK
+    powers, step_CK = _powers(x_CK)
+    m_CK = _with_roots(x_CK)
+    slope_C1K = rem(m_CK[:, 1:] * np.arange(1.0, count + 1))[:, None]
+    weights_C1K = _inverses()[_sum_powers(slope_C1K, powers, step_CK).astype(np.int64)]
+    w = np.empty((chunks, limbs, blocks, count))
+    w[:, :, 0] = rem(y_CLK * weights_C1K)
+    for block in range(1, blocks):
+        w[:, :, block] = rem(w[:, :, block - 1] * step_CK[:, None])
+    s = rem(w.reshape(chunks, limbs * blocks, count) @ powers.transpose(0, 2, 1))
+    return correlate(m_CK[:, None, 1:], s.reshape(chunks, limbs, width)[:, :, :count])
+
+
+def correlate(m: F64, s: F64) -> F64:
+    """out[.., k] = the sum over j of m[.., k + j] s[.., j] mod p, for k < K; m and s broadcast, their last axis is K.
+
+    By floating-point Fourier transforms of residues between -p/2 and p/2. Their error is below 2^-9 for K = 128 (Brent,
+    Percival and Zimmermann, "Error bounds on complex floating-point multiplication", 2007), so rounding is exact.
+    """
+    count = s.shape[-1]
+    size = 2 * (1 << max(0, count - 1).bit_length())
+    spectrum = np.fft.rfft(_balanced(m), size) * np.conj(np.fft.rfft(_balanced(s), size))
+    return rem(np.rint(np.fft.irfft(spectrum, size)[..., :count]))
+
+
+def _balanced(values: F64) -> F64:
+    return np.where(values > _P // 2, values - _P, values)
+
+
+def _with_roots(x_CK: I64) -> F64:
+    """Coefficients [C, K + 1], ascending, of the product of (z - x_i): products of pairs, then of pairs of those."""
+    chunks, count = x_CK.shape
+    leaves = 1 << max(0, count - 1).bit_length()
+    # low[i, j, c]: coefficient i of the monic factor j; the leading 1 is left out. Missing roots are 0: factors z.
+    low = np.zeros((1, leaves, chunks))
+    low[0, :count] = -x_CK.T % _P
+    while low.shape[1] > 1:
+        degree = low.shape[0]
+        left, right = low[:, 0::2], low[:, 1::2]
+        both = np.zeros((2 * degree, low.shape[1] // 2, chunks))
+        both[degree:] = left + right
+        for i in range(degree):
+            both[i : i + degree] += left[i] * right
+        low = rem(both)
+    m = np.ones((chunks, count + 1))
+    m[:, :count] = low[leaves - count :, 0].T
+    return m
+
+
+def evaluate(coefficients_CLK: F64, x_CK: I64) -> F64:
+    """The polynomials' values at x: [C, L, K]."""
+    return _sum_powers(coefficients_CLK, *_powers(x_CK))
+
+
+def _sum_powers(coefficients_CLK: F64, powers: F64, step_CK: F64) -> F64:
+    """`evaluate`, given what `_powers` returned: 16 coefficients at a time, then Horner's scheme over the blocks."""
+    chunks, limbs, count = coefficients_CLK.shape
+    blocks = -(-count // _BLOCK)
+    padded = np.zeros((chunks, limbs, blocks * _BLOCK))
+    padded[:, :, :count] = coefficients_CLK
+    sums = padded.reshape(chunks, limbs * blocks, _BLOCK) @ powers
+    sums = sums.reshape(chunks, limbs, blocks, -1)
+    value = rem(sums[:, :, -1])
+    for block in range(blocks - 2, -1, -1):
+        value = rem(value * step_CK[:, None] + sums[:, :, block])
+    return value
