@@ -23,7 +23,7 @@ from protocol import codec
 from protocol.codec import Blob, Fixed, Seq, Sub, record
 from protocol.errors import DecodeError, EngineError, ReasonCode
 from protocol.limits import KIB, MAX_PROOF_CHUNKS, MAX_ROLLOUTS_PER_LEASE, MIB, PROOF_TOPK
-from protocol.records import U8, U32, U64, Float, Floats, Hash, Line, Note, Tokens, Word
+from protocol.records import U8, U32, U64, Float, Floats, Hash, Line, Note, Routes, Tokens, Word
 
 MAX_FRAME_BYTES = 256 * MIB
 R = TypeVar("R")
@@ -83,7 +83,7 @@ class GenerateRequest:
     items: Annotated[tuple[GenerateItem, ...], Seq(Sub(GenerateItem), MAX_ROLLOUTS_PER_LEASE)]
 
 
-@record(32 * MIB)
+@record(96 * MIB)
 @dataclass(frozen=True)
 class GenerateOutput:
     request_id: Line
@@ -93,6 +93,8 @@ class GenerateOutput:
     text: Annotated[str, codec.Text(MIB)]
     """The completion as text, stop token left out. The node scores this."""
     proofs: Annotated[tuple[bytes, ...], Seq(Blob(2 + 4 * PROOF_TOPK), MAX_PROOF_CHUNKS)]
+    routes: Routes = b""
+    """The experts of every token that went through the model; empty where it has none."""
 
 
 @record(256 * MIB)

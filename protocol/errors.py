@@ -61,9 +61,12 @@ class ReasonCode(StrEnum):
     PROOF_MISMATCH = "proof-mismatch"
     TOKEN_NOT_FORCED = "token-not-forced"  # noqa: S105
     LOGPROB_MISMATCH = "logprob-mismatch"
+    ROUTES_MALFORMED = "routes-malformed"
+    ROUTES_FORGED = "routes-forged"
     REWARD_MISMATCH = "reward-mismatch"
     # evidence about a member
     DROPPED_RESULTS = "dropped-results"
+    POOLED_EVIDENCE = "pooled-evidence"
     RELAY_LIED = "relay-lied"
     # verdicts: inconclusive
     REWARD_UNDECIDED = "reward-undecided"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from protocol.envelope import Envelope
 from protocol.errors import LedgerError
-from protocol.limits import MAX_ROLLOUTS_PER_LEASE
-from protocol.manifest import RunManifest
+from protocol.limits import MAX_ROLLOUTS_PER_LEASE, submission_raw_bound
+from protocol.manifest import RunManifest, routes_bound
 from protocol.records import Lease, LeaseClosed, LeaseFailed
 from protocol.state_types import LeaseState, NodeState
 
@@ -44,6 +44,11 @@ def check_terms(lease: Lease, manifest: RunManifest, chain_hash: bytes, max_byte
         raise LedgerError("it asks for no rollouts, or for a task twice")
     if len(lease.tasks) * lease.samples > MAX_ROLLOUTS_PER_LEASE:
         raise LedgerError("it asks for more rollouts than a submission can hold")
+
+
+def answer_bound(lease: Lease, manifest: RunManifest) -> int:
+    """Bytes, decompressed, above which nothing is an answer to this lease."""
+    return submission_raw_bound(len(lease.tasks) * lease.samples, lease.max_new_tokens, routes_bound(manifest.model))
 
 
 def check_reissue(lease: Lease, first: Lease) -> None:

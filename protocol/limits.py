@@ -45,6 +45,9 @@ PROOF_MODULUS_MAX = 65497
 PROOF_MODULUS_MIN = 32769
 MAX_PROOF_CHUNKS = MAX_TOKENS_PER_ROLLOUT // PROOF_CHUNK_TOKENS
 
+MAX_ROUTES_BYTES = 64 * MIB
+"""Expert ids of one rollout. The run's own bound is far lower: what its model can name over its whole context."""
+
 MAX_MODEL_FILES = 32
 MAX_MODEL_FILE_BYTES = 64 * MIB
 """Config and tokenizer files travel whole in memory; weights never do."""
@@ -60,6 +63,9 @@ MAX_BATCH_ENTRIES = 1 << 16
 MAX_ADDRESSES = 16
 MAX_TEXT = 4 * KIB
 MAX_NUMBERS = 32
+MAX_EVIDENCE_ROWS = 16
+"""Sums that a manifest may ask for over each node's rollouts: every one is kept for every node."""
+
 MAX_REWARD = 1e6
 """Largest reward, either sign, that may be trained on. Advantages are float32: far larger ones overflow."""
 
@@ -73,14 +79,17 @@ FALLBACK_AFTER_S = 10.0
 """libp2p must have failed this long before a client tries the HTTP door."""
 
 
-def submission_raw_bound(rollouts: int, max_new_tokens: int) -> int:
+def submission_raw_bound(rollouts: int, max_new_tokens: int, routes: int = 0) -> int:
     """Bytes above which no honest answer to a lease lies, decompressed: a decoder may need many times what it is given.
 
     Twice what our own encoder can need, so that a later minor version has room for more fields.
+
+    Args:
+        routes: most bytes that one rollout's expert ids can have (`manifest.routes_bound`).
     """
     tokens = min(max_new_tokens, MAX_TOKENS_PER_ROLLOUT)
     proofs = -(-tokens // PROOF_CHUNK_TOKENS) * (2 + 4 * PROOF_TOPK + 3)
-    return min(MAX_SUBMISSION_RAW_BYTES, 2 * (KIB + rollouts * (8 * tokens + proofs + 64)))
+    return min(MAX_SUBMISSION_RAW_BYTES, 2 * (KIB + rollouts * (8 * tokens + proofs + routes + 64)))
 
 
 def details_bound(rollouts: int, max_new_tokens: int) -> int:

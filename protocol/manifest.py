@@ -17,12 +17,20 @@ from typing import Annotated
 from blake3 import blake3
 
 from protocol import codec
-from protocol.codec import Fixed, Seq, Sub, Text, UInt, record
+from protocol.codec import Fixed, Maybe, Seq, Sub, Text, UInt, record
 from protocol.envelope import Envelope, open_envelope, parse
 from protocol.errors import DecodeError, ManifestError, ProtocolError, ReasonCode
 from protocol.identity import check_public_key
-from protocol.limits import KIB, MAX_ADDRESSES, MAX_MODEL_FILE_BYTES, MAX_MODEL_FILES
-from protocol.records import U32, U64, Bool, Float, Hash, Key, Line, Lines, Note, Word
+from protocol.limits import (
+    KIB,
+    MAX_ADDRESSES,
+    MAX_EVIDENCE_ROWS,
+    MAX_MODEL_FILE_BYTES,
+    MAX_MODEL_FILES,
+    MAX_ROUTES_BYTES,
+    MAX_TOKENS_PER_ROLLOUT,
+)
+from protocol.records import U16, U32, U64, Bool, Float, Hash, Key, Line, Lines, Note, Word
 
 MANIFEST_KIND = "manifest"
 
@@ -45,17 +53,44 @@ class ModelFile:
     digest: Hash
 
 
+@record(1 * KIB)
+@dataclass(frozen=True)
+class Routing:
+    """The experts of a mixture-of-experts model, as far as the size of a rollout's routes depends on them."""
+
+    layers: U16
+    """Layers that have experts."""
+    experts: U32
+    """Experts of a layer, without shared ones."""
+    per_token: U16
+    """Experts that a token goes through in each of these layers."""
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of a rollout's routes: one byte an id up to 256 experts, else two."""
+        return self.layers * self.per_token * (1 if self.experts <= 256 else 2)
+
+
 @record(64 * KIB)
 @dataclass(frozen=True)
 class ModelSpec:
     architecture: Word
-    """The Transformers class, from an allow-list: `Qwen3ForCausalLM`, `LlamaForCausalLM`."""
+    """The Transformers class, from an allow-list (`verifier.model.ARCHITECTURES`)."""
     storage_dtype: Word
     """Dtype of published weights: `float32` or `bfloat16`."""
     layout: Hash
     """Hash of the canonical tensor layout; every publication must have it."""
     max_context: U32
     files: Annotated[tuple[ModelFile, ...], Seq(Sub(ModelFile), MAX_MODEL_FILES)]
+    routing: Annotated[Routing | None, Maybe(Sub(Routing))] = None
+    """None: the model has no experts, and rollouts bring no routes."""
+
+
+def routes_bound(model: ModelSpec) -> int:
+    """Most bytes that the routes of one rollout can have: those of the model's whole context."""
+    if model.routing is None:
+        return 0
+    return min(MAX_ROUTES_BYTES, model.routing.bytes_per_position * min(model.max_context, MAX_TOKENS_PER_ROLLOUT))
 
 
 @record(16 * KIB)
@@ -104,6 +139,31 @@ class Thresholds:
     machine: Line
 
 
+@record(1 * KIB)
+@dataclass(frozen=True)
+class EvidenceRow:
+    """One thing a node may do that no single rollout shows, and where the sum over its rollouts ends trust.
+
+    A rollout's x >= 0 has an honest mean of at most `honest`, so M = max(M, 1) (1 + bet (min(x, clip) / honest - 1))
+    over a node's rollouts stays small (`verifier.evidence`). Its key is suspended once log M is at `log_bar`, with and
+    without the numbers of any one validator.
+    """
+
+    hypothesis: Word
+    """`precision`, `stale`, `seed-choice`, `margin-steer` or `reward`."""
+    statistic: Word
+    """How x follows from a verdict's details: a name of `verifier.statistics`."""
+    clip: Float
+    honest: Float
+    bet: Float
+    """Share of a stake that is put on x being too large, above 0 and at most 1."""
+    log_bar: Float
+    """Natural logarithm: an honest node gets there less than once in e^log_bar rollouts."""
+    measured_rollouts: U64
+    measured_mean: Float
+    """Of honest rollouts, as measured; `honest` is that with room above it."""
+
+
 @record(4 * KIB)
 @dataclass(frozen=True)
 class LeasePolicy:
@@ -119,6 +179,9 @@ class LeasePolicy:
     heartbeat_ms: U32
     second_draw: Float
     """Share of an active node's submissions that a second validator checks anyway; in probation 4 times that."""
+
+
+EvidenceRows = Annotated[tuple[EvidenceRow, ...], Seq(Sub(EvidenceRow), MAX_EVIDENCE_ROWS)]
 
 
 @record(256 * KIB)
@@ -150,6 +213,8 @@ class RunManifest:
     contact: Line
     privacy: Note
     """Who may read prompts and rollouts, and for how long."""
+    evidence: EvidenceRows = ()
+    """What is summed up over a node's rollouts; each (hypothesis, statistic) once."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +255,19 @@ def _check_files(model: ModelSpec) -> None:
         raise ManifestError("the manifest names one model file twice", ReasonCode.MALFORMED)
 
 
+def check_evidence(rows: tuple[EvidenceRow, ...]) -> None:
+    """Raise ManifestError for rows that can't be summed up by, or that name one sum twice."""
+    for row in rows:
+        sane = row.honest > 0 and 0 < row.clip <= 1e9 * row.honest and 0 < row.bet <= 1 and row.log_bar > 0
+        if not sane:
+            raise ManifestError(
+                f"the manifest's evidence row {row.hypothesis} ({row.statistic}) is out of its bounds",
+                ReasonCode.MALFORMED,
+            )
+    if len({(row.hypothesis, row.statistic) for row in rows}) != len(rows):
+        raise ManifestError("the manifest names one kind of evidence twice", ReasonCode.MALFORMED)
+
+
 def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
     """Check a genesis manifest envelope and return the run it opens.
 
@@ -209,6 +287,7 @@ def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
         for key in (manifest.coordinator, manifest.origin, manifest.coordinator_transport):
             check_public_key(key)
         _check_files(manifest.model)
+        check_evidence(manifest.evidence)
     except ManifestError:
         raise
     except ProtocolError as exc:

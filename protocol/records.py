@@ -6,7 +6,7 @@
     roles                 RoleGrant
     ledger                LedgerEntry TreeHead BatchEntry BatchClosed JobDrawn LeaseClosed RunFinished
     draws                 DrawsOpened DrawsRevealed ValidatorsPresent
-    evidence              RelayStamp RelayReport DropEvidence
+    evidence              RelayStamp RelayReport DropEvidence NodeEvidence
     training              TrainingRollout Batch
 
 Token ids travel as little-endian u32, log-probabilities as little-endian float32 (`*_blob` fields).
@@ -29,6 +29,7 @@ from protocol.limits import (
     MAX_NUMBERS,
     MAX_PROOF_CHUNKS,
     MAX_ROLLOUTS_PER_LEASE,
+    MAX_ROUTES_BYTES,
     MAX_SUBMISSION_RAW_BYTES,
     MAX_TASKS_PER_LEASE,
     MAX_TEXT,
@@ -52,6 +53,7 @@ Line = Annotated[str, Text(512)]
 Note = Annotated[str, Text(MAX_TEXT)]
 Tokens = Annotated[bytes, Blob(4 * MAX_TOKENS_PER_ROLLOUT, 4)]
 Floats = Annotated[bytes, Blob(4 * MAX_TOKENS_PER_ROLLOUT, 4)]
+Routes = Annotated[bytes, Blob(MAX_ROUTES_BYTES)]
 Envelope = Annotated[bytes, Blob(MAX_ENVELOPE_BYTES)]
 Lines = Annotated[tuple[str, ...], Seq(Text(512), MAX_ADDRESSES)]
 Passes = Annotated[tuple[bytes, ...], Seq(Blob(1 * KIB), 4)]
@@ -240,7 +242,7 @@ class Receipt:
     time: U64
 
 
-@record(32 * MIB)
+@record(96 * MIB)
 @dataclass(frozen=True)
 class Rollout:
     task: U64
@@ -254,6 +256,9 @@ class Rollout:
     """The reward the node claims."""
     proofs: Annotated[tuple[bytes, ...], Seq(Blob(2 + 4 * PROOF_TOPK), MAX_PROOF_CHUNKS)]
     """One TOPLOC chunk per 32 sampled tokens, over the states that produced them."""
+    routes: Routes = b""
+    """The experts that each token went through, where the model has any (`verifier.routes`): the whole prompt's and
+    the sampled tokens' but the last."""
 
 
 @record(MAX_SUBMISSION_RAW_BYTES)
@@ -373,7 +378,7 @@ class LedgerEntry:
     event: Word
     """`run.opened`, `run.updated`, `incarnation`, `grant`, `node.joined`, `policy`, `lease`, `lease.closed`,
     `submission`, `draws.opened`, `draws.revealed`, `validators`, `job`, `verdict`, `tie.lapsed`, `evidence.drop`,
-    `relay.accused`, `batch` or `run.finished`."""
+    `evidence.node`, `relay.accused`, `batch` or `run.finished`."""
     body: Annotated[bytes, Blob(900 * KIB)]
     """The event's own record (BatchClosed, JobDrawn, LeaseClosed, ...), or empty."""
     subject: Annotated[bytes, Blob(900 * KIB)]
@@ -486,6 +491,32 @@ class DropEvidence:
     lost_mean: Float
     """Mean reward of the given-up leases that are known, less what others had brought at about their policy step."""
     returned_mean: Float
+
+
+@record(8 * KIB)
+@dataclass(frozen=True)
+class NodeEvidence:
+    """Numbers of a key's rollouts are larger, summed up, than an honest node's ever get.
+
+    Everybody with the archive can compute these values again from what the ledger held up to `upto`.
+    """
+
+    key: Key
+    hypothesis: Word
+    statistic: Word
+    """Both name the row of the manifest in force."""
+    upto: U64
+    """Entries counted: those below this index."""
+    rollouts: U32
+    """Numbers summed up."""
+    validators: U32
+    """Whose numbers they are."""
+    log_e: Float
+    """Natural logarithm of the sum, without the one validator whose numbers weigh most."""
+    log_all: Float
+    """The same with everybody's numbers."""
+    mean: Float
+    """Mean of the newest numbers, for people."""
 
 
 @record(8 * KIB)

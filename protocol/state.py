@@ -10,7 +10,7 @@ chain and a relay's own stamp.
     probation --accepted rollouts--> active
     probation, active --a REJECT waits for another verdict--> paused --not repeated--> back
     paused --a second validator repeats one--> suspended (for good; what is undecided is discarded)
-    any --evidence of dropped results, of a relay's lie, or a revocation--> suspended
+    any --evidence of dropped results, pooled evidence, a relay's lie, or a revocation--> suspended
 
 Not covered: how verdicts decide a submission (`decision`), the rules of batches (`batch_rules`), of draws
 (`draw_rules`), of leases (`lease_rules`) and of the manifest (`chain`); whom to lease to, whom to draw, what to batch
@@ -30,8 +30,7 @@ from protocol.batch_rules import check_batch
 from protocol.chain import Chain
 from protocol.envelope import Envelope, parse
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
-from protocol.evidence import check_drop_bar, check_relay_lie
-from protocol.limits import submission_raw_bound
+from protocol.evidence import check_drop_bar, check_node_bar, check_relay_lie
 from protocol.manifest import MANIFEST_KIND, Run, RunManifest
 from protocol.records import (
     ACCEPT,
@@ -47,6 +46,7 @@ from protocol.records import (
     LeaseClosed,
     LeaseFailed,
     LedgerEntry,
+    NodeEvidence,
     RelayReport,
     RoleGrant,
     RunFinished,
@@ -201,6 +201,7 @@ class RunState:
             "verdict": self._verdict,
             "tie.lapsed": self._tie_lapsed,
             "evidence.drop": self._evidence_drop,
+            "evidence.node": self._evidence_node,
             "relay.accused": self._relay_accused,
             "batch": self._batch,
             "run.finished": self._run_finished,
@@ -336,9 +337,8 @@ class RunState:
             raise LedgerError("no open lease has this id")
         if envelope.signer != lease.owner:
             raise LedgerError("the intent is not signed by the lease's owner")
-        if intent.length > lease.lease.max_bytes or intent.raw_length > submission_raw_bound(
-            lease.rollouts, lease.lease.max_new_tokens
-        ):
+        most = lease_rules.answer_bound(lease.lease, self.manifest)
+        if intent.length > lease.lease.max_bytes or intent.raw_length > most:
             raise LedgerError("it is larger than its lease allows")
         node = self.nodes[lease.owner]
         lost = node.state == "suspended"
@@ -439,11 +439,22 @@ class RunState:
 
     def _evidence_drop(self, index: int, entry: LedgerEntry) -> None:
         evidence = codec.decode(DropEvidence, entry.body)
+        node = self._accused(evidence, index)
+        check_drop_bar(evidence)
+        self._end_trust(node, index, ReasonCode.DROPPED_RESULTS)
+
+    def _evidence_node(self, index: int, entry: LedgerEntry) -> None:
+        evidence = codec.decode(NodeEvidence, entry.body)
+        node = self._accused(evidence, index)
+        assert self.manifest is not None
+        check_node_bar(evidence, self.manifest.evidence)
+        self._end_trust(node, index, ReasonCode.POOLED_EVIDENCE)
+
+    def _accused(self, evidence: DropEvidence | NodeEvidence, index: int) -> NodeState:
         node = self.nodes.get(evidence.key)
         if node is None or node.role != "inference" or evidence.upto > index:
             raise LedgerError("it is about no inference node, or counts entries that are not there yet")
-        check_drop_bar(evidence)
-        self._end_trust(node, index, ReasonCode.DROPPED_RESULTS)
+        return node
 
     def _relay_accused(self, index: int, entry: LedgerEntry) -> None:
         _, report = self._subject(entry, RelayReport)

@@ -36,6 +36,7 @@ from protocol.control import ControlServer
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import EnvelopeError, HeadwaterError, ProtocolError, ReasonCode
 from protocol.files import fsync_dir, write_atomic
+from protocol.lease_rules import answer_bound
 from protocol.limits import (
     KIB,
     MAX_ATTACHMENT_BYTES,
@@ -43,7 +44,6 @@ from protocol.limits import (
     MAX_INTENT_BYTES,
     MIB,
     MINIMUM_RATE_BYTES_S,
-    submission_raw_bound,
 )
 from protocol.records import Receipt, UploadIntent
 from protocol.state import LeaseState
@@ -214,9 +214,8 @@ class Ingress:
             raise ProtocolError("this node is suspended; its rollouts are not taken", ReasonCode.SUSPENDED)
         if held.status != "open":
             raise ProtocolError(f"this lease is closed: {held.reason}", ReasonCode.LEASE_CLOSED)
-        if intent.length > held.lease.max_bytes or intent.raw_length > submission_raw_bound(
-            held.rollouts, held.lease.max_new_tokens
-        ):
+        most = answer_bound(held.lease, self.book.state.manifest)
+        if intent.length > held.lease.max_bytes or intent.raw_length > most:
             raise ProtocolError(f"more than the {held.lease.max_bytes} bytes this lease allows", ReasonCode.OVERSIZE)
         if intent.length == 0 or request.content_length != intent.length:
             raise UploadError(400, "Content-Length is not the length the intent names", ReasonCode.LENGTH_MISMATCH)

@@ -241,6 +241,23 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "step, and wrong ones can push the model in a chosen direction. " + _DETERMINISTIC,
         "Report log_softmax(logits / temperature) of the raw float32 logits, without the sampling noise.",
     ),
+    ReasonCode.ROUTES_MALFORMED: Explanation(
+        "The list of experts that came with the rollout is not one entry for each token and layer, with different ids "
+        "in rising order; or the model has no experts, and a list came.",
+        "The engine writes down what its routers chose; an honest one cannot have this form. It is refused before any "
+        "model runs. " + _DETERMINISTIC,
+        "Update headwater, or correct the engine: the experts of the whole prompt and of every sampled token but the "
+        "last, layer by layer.",
+    ),
+    ReasonCode.ROUTES_FORGED: Explanation(
+        "The rollout names experts that the policy's routers do not choose: one that was left out beats one that was "
+        "taken by more than the run's bound.",
+        "Between experts that are level within rounding an honest machine may take either, so a validator follows the "
+        "node's choice there. It catches choices beyond that: always the same expert to save memory, fewer distinct "
+        "ones to save time, or the choices of other weights, even with proofs made under them. " + _DETERMINISTIC,
+        "Let the model's own routers choose, from the published weights and their correction bias, in the run's dtype. "
+        "Run `verifier calibrate` on the machine: above the bound it must not join.",
+    ),
     ReasonCode.REWARD_MISMATCH: Explanation(
         "The claimed reward is not the one the environment gives for these tokens.",
         "It catches rewards that were made up: the reward is a pure function of task and text, and the text follows "
@@ -259,6 +276,18 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Return what was leased, in time, whatever its reward, and let leases fail only for reasons that have nothing "
         "to do with it, as time and memory have. If the engine dies on odd answers, repair it before you join with a "
         "new identity.",
+    ),
+    ReasonCode.POOLED_EVIDENCE: Explanation(
+        "No single rollout of this key fails a check, but the numbers that validators measured on all of them are "
+        "larger, summed up, than an honest node's ever get: its weights or cache are rounded more than the run allows, "
+        "it chooses among tokens that are nearly level, or it works with an older policy.",
+        "The ledger names the hypothesis and the number; the bar, the honest mean and the measurement behind them are "
+        "in the manifest. The sum clears the bar without the numbers of any one validator, so that no single one can "
+        "frame a node, and only while other nodes of the run do not show the same. Everybody with the archive can "
+        "compute the number again.",
+        "Use the exact weights, dtype, cache and sampling that the manifest names: no quantised cache, no other "
+        "temperature, the newest policy. Run `verifier calibrate` on the machine and compare with the manifest's row "
+        "before you join with a new identity.",
     ),
     ReasonCode.RELAY_LIED: Explanation(
         "A relay signed that it sent bytes which are not the ones the origin signed for this shard.",
