@@ -123,6 +123,8 @@ class Thresholds:
     A rollout is rejected when a chunk's median relative error is above `proof_median`, when more than
     `proof_outliers` of its values are off by more than `proof_gate`, when one token's margin is above
     `token_margin`, or when a claimed log-probability is off by more than `logprob`.
+
+    In a bf16 run `Bf16Thresholds` decide; of these only `logprob` counts, as the most a verdict's details may be off.
     """
 
     proof_median: Float
@@ -166,6 +168,49 @@ class EvidenceRow:
 
 @record(4 * KIB)
 @dataclass(frozen=True)
+class Bf16Thresholds:
+    """Where honest noise ends in the bf16 profile, and the measurement that says so.
+
+    A rollout is rejected when
+
+        a chunk has more than `chunk_exponents` points of another exponent or sign, or a mantissa mean above
+            `chunk_mantissa`
+        it has `rollout_chunks` chunks or more and the mean of their mantissa means is above `rollout_mantissa`
+        one token's margin is above `token_margin`
+        its margins add up to more than token_margin + margin_mean x tokens
+        one claimed log-probability is off by more than `logprob`
+        the differences of its log-probabilities add up to more than logprob + logprob_mean x tokens, either way
+
+    No bound forgives what lies under it: mantissa means and margins are added up per node (RULES 4). Measured values
+    are honest maxima; `measured_margin_mean` and `measured_logprob_mean` are sums over a rollout's tokens divided by
+    their number, or by 32 for fewer.
+    """
+
+    chunk_exponents: U32
+    chunk_mantissa: Float
+    rollout_mantissa: Float
+    rollout_chunks: U32
+    token_margin: Float
+    margin_mean: Float
+    logprob: Float
+    logprob_mean: Float
+    measured_rollouts: U64
+    measured_tokens: U64
+    measured_exponents: U32
+    measured_chunk_mantissa: Float
+    measured_rollout_mantissa: Float
+    """Over rollouts of `rollout_chunks` chunks or more; 0 when there was none."""
+    measured_token_margin: Float
+    measured_margin_mean: Float
+    measured_logprob: Float
+    measured_logprob_mean: Float
+    false_rejects: Float
+    """No measured rollout is rejected, so at 95% at most this share of honest ones is: 3 / measured_rollouts."""
+    machine: Line
+
+
+@record(4 * KIB)
+@dataclass(frozen=True)
 class LeasePolicy:
     samples_per_task: U32
     tasks_per_step: U32
@@ -199,7 +244,7 @@ class RunManifest:
     ingress: Lines
     """HTTP URLs of the coordinator."""
     profile: Word
-    """`fp32` or `bf16`."""
+    """What nodes compute in: `fp32` or `bf16`. Verifiers compute in float32 either way."""
     model: Annotated[ModelSpec, Sub(ModelSpec)]
     environments: Annotated[tuple[EnvironmentSpec, ...], Seq(Sub(EnvironmentSpec), 16)]
     sampling: Annotated[SamplingSpec, Sub(SamplingSpec)]
@@ -215,6 +260,8 @@ class RunManifest:
     """Who may read prompts and rollouts, and for how long."""
     evidence: EvidenceRows = ()
     """What is summed up over a node's rollouts; each (hypothesis, statistic) once."""
+    bf16: Annotated[Bf16Thresholds | None, Maybe(Sub(Bf16Thresholds))] = None
+    """Of a run whose profile is `bf16`, which must have it."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +334,8 @@ def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
         for key in (manifest.coordinator, manifest.origin, manifest.coordinator_transport):
             check_public_key(key)
         _check_files(manifest.model)
+        if manifest.profile == "bf16" and manifest.bf16 is None:
+            raise ManifestError("a bf16 run without bf16 thresholds: nothing in it could be judged")
         check_evidence(manifest.evidence)
     except ManifestError:
         raise
