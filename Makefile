@@ -36,9 +36,11 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Everything that runs in minutes. No test asserts a wall clock.
+# Everything that runs in minutes. No test asserts a wall clock. Two processes, a file's tests in one of them: most of
+# the time is waits and starting processes. More than two need 3 GiB of memory each.
+TEST_PROCESSES ?= 2
 test: install
-	$(BIN)/python -m pytest -m "not heavy and not soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not heavy and not soak"
 
 # Whole demos, kills, wheel resolution for other Pythons.
 test-heavy: install

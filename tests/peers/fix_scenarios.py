@@ -1,4 +1,4 @@
-"""One scenario per fix of libp2p, run as a program: `fix_scenarios.py SCENARIO|all upstream|fixed`; prints JSON lines.
+"""One scenario per fix of libp2p, run as a program: `fix_scenarios.py NAME,..|all upstream|fixed`; prints JSON lines.
 
 Each scenario does the same to libp2p 0.8.1 as it ships and to our hardened swarm; tests/test_host_fixes.py compares.
 """
@@ -294,6 +294,6 @@ if sys.argv[1] == "echo-server":
     trio.run(echo_server)
 else:
     for scenario in SCENARIOS:
-        if sys.argv[1] in ("all", scenario.__name__):
+        if sys.argv[1] == "all" or scenario.__name__ in sys.argv[1].split(","):
             print(json.dumps({scenario.__name__: trio.run(bounded, scenario)}), flush=True)
     os._exit(0)
