@@ -8,7 +8,10 @@ rounding (`tests/test_verifier_fused.py`), and models this file does not know ru
 Weights are not copied twice: the modules' own parameters become views of the joined matrices, so what is loaded,
 trained or changed in place there is what runs here. A parameter that was exchanged is noticed and joined again.
 
-Not covered: gradients, sliding windows, experts, other dtypes than float32, devices other than the CPU.
+In bfloat16 the operations are the same and so is where they round, but for the norms, which round once here and twice
+in Transformers: both lie within what any bfloat16 machine does, and are measured as such (`calibrate`).
+
+Not covered: gradients, sliding windows, experts, other dtypes than float32 and bfloat16, devices other than the CPU.
 
 Shape suffixes: B rows, L new columns, C columns so far (with the new ones), H hidden, D head, P positions.
 """
@@ -28,6 +31,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 _KNOWN = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Pass(Protocol):
@@ -203,7 +207,9 @@ def _join(modules: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _is_known(model: Any) -> bool:
     first = model.model.embed_tokens.weight if type(model).__name__ in _KNOWN else None
-    if first is None or first.device.type != "cpu" or first.dtype != torch.float32:
+    if first is None or first.device.type != "cpu" or first.dtype not in _DTYPES:
+        return False
+    if model.config._attn_implementation != "sdpa":  # somebody asked for another kernel, to measure it
         return False
     return all(kind == "full_attention" for kind in getattr(model.config, "layer_types", None) or ())
 
@@ -241,7 +247,7 @@ class FusedPass:
         before, self.columns = self.columns, self.columns + new
         mask = _mask(before, new, real_BC)
         if mask is not None:  # once for all layers: torch would make the same of it in each
-            mask = torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
+            mask = torch.zeros(mask.shape, dtype=self._kept.dtype).masked_fill_(~mask, -math.inf)
         angles = weights.angles(positions_BL)
         x_BLH = functional.embedding(ids_BL, weights.body.embed_tokens.weight)
         for layer, kept in zip(weights.layers, self._kept, strict=True):

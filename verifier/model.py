@@ -61,12 +61,16 @@ class Prefilled:
 class PolicyModel:
     """A causal language model with its tokenizer, whose weights are replaced in place.
 
-    Attributes: `model` (Transformers, eval mode, sdpa attention), `tokenizer` (`tokenizers.Tokenizer`),
-    `vocabulary` V, `hidden` H, `max_context`, `eos` (the model's own end ids, may be empty), and `root`, the policy
-    root the weights were loaded as (empty when the caller named none).
+    Attributes: `model` (Transformers, eval mode), `tokenizer` (`tokenizers.Tokenizer`),
+    `vocabulary` V, `hidden` H, `max_context`, `eos` (the model's own end ids, may be empty), `weights`, the dtype whose
+    values the weights have, and `root`, the policy root the weights were loaded as (empty when the caller named none).
+
+    Args:
+        weights: by default the dtype of the model itself. A verifier of bf16 rollouts computes in float32 on weights
+            rounded to bfloat16 (`profiles`).
     """
 
-    def __init__(self, model: Any, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, model: Any, tokenizer: tokenizers.Tokenizer, weights: torch.dtype | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
         config = model.config
@@ -75,6 +79,7 @@ class PolicyModel:
         self.max_context = int(config.max_position_embeddings)
         eos = config.eos_token_id
         self.eos: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+        self.weights: torch.dtype = model.model.embed_tokens.weight.dtype if weights is None else weights
         self.root = b""
 
     def load_weights(self, directory: Path, *, root: bytes = b"") -> None:
@@ -102,7 +107,7 @@ class PolicyModel:
                 self.root = b""
                 with torch.no_grad():
                     for name in sorted(own):
-                        own[name].copy_(file.get_tensor(name))
+                        own[name].copy_(file.get_tensor(name).to(self.weights))
         except (SafetensorError, OSError) as exc:
             raise PolicyError(f"{path} cannot be read: {exc}; pull the policy again") from exc
         self.root = root
@@ -169,12 +174,21 @@ class PolicyModel:
         return [out[i] for i in range(len(sequences))]
 
 
-def load_policy(directory: Path, dtype: torch.dtype = torch.float32, *, root: bytes = b"") -> PolicyModel:
-    """Load a policy directory.
+def load_policy(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    root: bytes = b"",
+    weights: torch.dtype | None = None,
+    attention: str = "sdpa",
+) -> PolicyModel:
+    """Load a policy directory. Who loads it for a run asks `profiles`, which knows the dtypes.
 
     Args:
-        dtype: compute dtype; the fp32 profile's is float32 whatever the storage dtype.
+        dtype: compute dtype, whatever the storage dtype.
         root: see `PolicyModel.load_weights`.
+        weights: dtype the weights are rounded to first; `dtype` by default.
+        attention: Transformers' word for the kernel, `sdpa` or `eager`. Only noise and speed change with it.
 
     Raises:
         PolicyError: an architecture that is not allowed, code or quantisation in the configuration, a file that is
@@ -192,7 +206,7 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32, *, root: by
         rope = (config.rope_parameters or {}).get("rope_type", "default")
         if rope not in _FIXED_ROPE:
             raise PolicyError(f"{directory}: rotary embedding {rope!r} depends on the batch and cannot be verified")
-        model = model_class._from_config(config, attn_implementation="sdpa")
+        model = model_class._from_config(config, attn_implementation=attention)
     except PolicyError:
         raise
     except Exception as exc:  # a hostile configuration meets whatever its library raises
@@ -201,7 +215,7 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32, *, root: by
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
-    policy = PolicyModel(model, load_tokenizer(directory))
+    policy = PolicyModel(model, load_tokenizer(directory), weights or dtype)
     policy.load_weights(directory, root=root)
     return policy
 
