@@ -26,7 +26,7 @@ from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import ManifestError, ProtocolError, ReasonCode
 from protocol.identity import Identity, check_public_key
 from protocol.limits import KIB, MAX_ENVELOPE_BYTES, MIB
-from protocol.manifest import LeasePolicy, Run, RunManifest, Thresholds, open_manifest
+from protocol.manifest import EvidenceRows, LeasePolicy, Run, RunManifest, Thresholds, check_evidence, open_manifest
 from protocol.records import NO_HASH, U16, U64, Hash, Key, Line, Lines
 
 UPDATE_KIND = "manifest.update"
@@ -90,6 +90,8 @@ class RunUpdate:
     lowest_version: U16 = 0
     note: Line = ""
     """Why, for people."""
+    evidence: EvidenceRows = ()
+    """All rows from here on."""
 
 
 @dataclass(frozen=True)
@@ -268,12 +270,14 @@ def _rules(update: RunUpdate, before: RunManifest) -> dict[str, Any]:
         update.leases.samples_per_task and update.leases.tasks_per_step and update.leases.tasks_per_lease
     ):
         raise ManifestError("a lease policy that leases nothing")
+    check_evidence(update.evidence)
     return {
         "control": update.control,
         "ingress": update.ingress,
         "thresholds": update.thresholds,
         "leases": update.leases,
         "versions": versions,
+        "evidence": update.evidence,
     }
 
 

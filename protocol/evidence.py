@@ -2,21 +2,24 @@
 
     a relay lied      its signed stamp and the origin's signed shard record name the same shard and different bytes
     results dropped   numbers that follow from ledger and archive; here only the bar they must clear
+    pooled            the same, of what all verdicts on a node's rollouts measured
 
-Not covered: computing the drop test (`verifier.drops`), collecting reports (`trainer`), stamping (`shardcast`).
+Not covered: computing those numbers (`verifier.drops`, `verifier.evidence`), collecting reports (`trainer`), stamping
+(`shardcast`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from protocol import codec
 from protocol.envelope import open_envelope
 from protocol.errors import LedgerError, ReasonCode
 from protocol.limits import KIB
-from protocol.records import U32, DropEvidence, Hash, Id, RelayReport, RelayStamp
+from protocol.manifest import EvidenceRow
+from protocol.records import U32, DropEvidence, Hash, Id, NodeEvidence, RelayReport, RelayStamp
 
 STAMP_KIND = "relay.stamp"
 REPORT_KIND = "relay.report"
@@ -67,3 +70,19 @@ def check_drop_bar(evidence: DropEvidence) -> None:
         raise LedgerError(f"log e {evidence.log_e:.3g} is below the bar of {DROP_LOG_E:.3g}")
     if not evidence.lost_mean < evidence.returned_mean:
         raise LedgerError("what the key gave up was no worse than what it returned")
+
+
+FEWEST_VALIDATORS = 2
+"""Validators whose numbers a key must have against it: with fewer, one validator's word would end trust in it."""
+
+
+def check_node_bar(evidence: NodeEvidence, rows: Iterable[EvidenceRow]) -> None:
+    """Raise LedgerError unless the evidence, if true, is enough to suspend its key under these rows of the manifest."""
+    named = (evidence.hypothesis, evidence.statistic)
+    row = next((row for row in rows if (row.hypothesis, row.statistic) == named), None)
+    if row is None:
+        raise LedgerError(f"the run's manifest sums up no {evidence.statistic} for {evidence.hypothesis}")
+    if evidence.log_e < row.log_bar:
+        raise LedgerError(f"log e {evidence.log_e:.3g} is below the bar of {row.log_bar:.3g}")
+    if evidence.validators < FEWEST_VALIDATORS:
+        raise LedgerError(f"the numbers of {evidence.validators} validators: nobody is condemned on one word")

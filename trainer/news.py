@@ -27,6 +27,8 @@ _WORDS = {
     ReasonCode.TOKEN_NOT_FORCED: "the lease's seed forces other tokens",
     ReasonCode.LOGPROB_MISMATCH: "their log-probabilities are not the model's",
     ReasonCode.REWARD_MISMATCH: "the claimed reward is not the task's",
+    ReasonCode.POOLED_EVIDENCE: "what validators measured on its rollouts adds up to more than an honest node's, far "
+    "beyond chance",
     ReasonCode.DROPPED_RESULTS: "the leases it gave up held worse results than those it returned, far beyond chance",
     ReasonCode.RELAY_LIED: "it signed other bytes than the origin did",
     ReasonCode.KEY_REVOKED: "the run's root revoked the key",

@@ -24,6 +24,9 @@ changes its machines."""
 _NO_GROUPS = frozenset({"policy", "lease", "job", "validators", "draws.opened", "draws.revealed", "grant"})
 """Events that change the status of no group there is."""
 
+_SETTLES = frozenset({"verdict", "tie.lapsed", "batch", "policy", "evidence.drop", "evidence.node", "run.updated"})
+"""Events after which submissions may be decided, or lost with their owner."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -108,7 +111,7 @@ class Window:
             self._closed(entry.time)
         elif entry.event == "submission":
             self._submission(index)
-        elif entry.event in ("verdict", "tie.lapsed", "batch", "policy", "evidence.drop", "run.updated"):
+        elif entry.event in _SETTLES:
             if self.state.manifest is not None:
                 self.max_staleness = self.state.manifest.leases.max_staleness
             self.batches = len(self.state.batches)
