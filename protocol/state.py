@@ -337,6 +337,7 @@ class RunState:
             raise LedgerError("no open lease has this id")
         if envelope.signer != lease.owner:
             raise LedgerError("the intent is not signed by the lease's owner")
+        assert self.manifest is not None
         most = lease_rules.answer_bound(lease.lease, self.manifest)
         if intent.length > lease.lease.max_bytes or intent.raw_length > most:
             raise LedgerError("it is larger than its lease allows")

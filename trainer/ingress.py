@@ -214,6 +214,7 @@ class Ingress:
             raise ProtocolError("this node is suspended; its rollouts are not taken", ReasonCode.SUSPENDED)
         if held.status != "open":
             raise ProtocolError(f"this lease is closed: {held.reason}", ReasonCode.LEASE_CLOSED)
+        assert self.book.state.manifest is not None
         most = answer_bound(held.lease, self.book.state.manifest)
         if intent.length > held.lease.max_bytes or intent.raw_length > most:
             raise ProtocolError(f"more than the {held.lease.max_bytes} bytes this lease allows", ReasonCode.OVERSIZE)

@@ -7,7 +7,10 @@ prompt's ids are depends on that one file and on no code beside it.
 
 `PolicyModel` is not for two threads at once.
 
-Not covered: decoding (`node.decode`), sharded checkpoints, mixtures of experts.
+What a model's own class keeps in float32 whatever its dtype (GLM4-MoE's router weights and correction biases) is stored
+and held in float32 here too. Tensors have the names that the model itself has in memory, so experts are stacked.
+
+Not covered: decoding (`node.decode`), sharded checkpoints, which experts were used (`routes`, `replay`).
 
 Shape suffixes: B batch, L padded length, N sampled tokens of one rollout, M rows of several rollouts, H hidden,
 V vocabulary.
@@ -31,12 +34,18 @@ from safetensors import SafetensorError, safe_open
 from protocol.limits import MAX_MODEL_FILE_BYTES
 from verifier import fused
 from verifier.errors import PolicyError, VerifierError
+from verifier.routes import Experts
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "Qwen3ForCausalLM": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "LlamaForCausalLM": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "Qwen3MoeForCausalLM": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "Glm4MoeForCausalLM": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
 }
 """What a run may train. Each entry needs its honest noise measured before a run can name it."""
+
+_EXTRA_KEYS = {"rope_theta", "rope_scaling", "head_dim", "partial_rotary_factor"}
+"""Keys that classes read although they do not list them: without GLM4's own `head_dim` it would be another model."""
 
 _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings that do not depend on the batch: `dynamic` and `longrope` give other states beside longer rows."""
@@ -63,7 +72,8 @@ class PolicyModel:
 
     Attributes: `model` (Transformers, eval mode), `tokenizer` (`tokenizers.Tokenizer`),
     `vocabulary` V, `hidden` H, `max_context`, `eos` (the model's own end ids, may be empty), `weights`, the dtype whose
-    values the weights have, and `root`, the policy root the weights were loaded as (empty when the caller named none).
+    values the weights have, `experts` (None for a dense model), and `root`, the policy root the weights were loaded as
+    (empty when the caller named none).
 
     Args:
         weights: by default the dtype of the model itself. A verifier of bf16 rollouts computes in float32 on weights
@@ -79,6 +89,7 @@ class PolicyModel:
         self.max_context = int(config.max_position_embeddings)
         eos = config.eos_token_id
         self.eos: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+        self.experts = Experts.of(model)
         self.weights: torch.dtype = model.model.embed_tokens.weight.dtype if weights is None else weights
         self.root = b""
 
@@ -92,7 +103,7 @@ class PolicyModel:
             PolicyError: other tensors, shapes or dtypes than this model's, or a file that does not read.
         """
         path = directory / "model.safetensors"
-        own = dict(self.model.named_parameters())
+        own = _tensors(self.model)
         tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
         try:
             with safe_open(path, framework="pt") as file:
@@ -102,12 +113,14 @@ class PolicyModel:
                     raise PolicyError(f"{path} does not hold this model's tensors (differs in {difference})")
                 for name in sorted(own):
                     piece = file.get_slice(name)
-                    if list(piece.get_shape()) != list(own[name].shape) or piece.get_dtype() not in _WEIGHT_DTYPES:
+                    dtypes = {"F32"} if _is_float32(self.model, name) else _WEIGHT_DTYPES
+                    if list(piece.get_shape()) != list(own[name].shape) or piece.get_dtype() not in dtypes:
                         raise PolicyError(f"{path}: {name} has another shape or dtype than the configuration says")
                 self.root = b""
                 with torch.no_grad():
                     for name in sorted(own):
-                        own[name].copy_(file.get_tensor(name).to(self.weights))
+                        stored = file.get_tensor(name)
+                        own[name].copy_(stored if _is_float32(self.model, name) else stored.to(self.weights))
         except (SafetensorError, OSError) as exc:
             raise PolicyError(f"{path} cannot be read: {exc}; pull the policy again") from exc
         self.root = root
@@ -199,7 +212,7 @@ def load_policy(
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
         raise PolicyError(f"{directory}: architecture {named!r} is not one of {sorted(ARCHITECTURES)}")
     config_class, model_class = ARCHITECTURES[named[0]]
-    known = set(config_class().to_dict()) | {"rope_theta", "rope_scaling"}
+    known = set(config_class().to_dict()) | set(config_class.attribute_map) | _EXTRA_KEYS
     known -= {"architectures", "dtype", "transformers_version"}
     try:
         config = config_class(**{k: v for k, v in raw.items() if k in known and not k.startswith("_")})
@@ -212,12 +225,24 @@ def load_policy(
     except Exception as exc:  # a hostile configuration meets whatever its library raises
         raise PolicyError(f"{directory}: config.json makes no {named[0]}: {exc}") from exc
     model.eval()
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(torch.float32 if _is_float32(model, name) else dtype)
     policy = PolicyModel(model, load_tokenizer(directory), weights or dtype)
     policy.load_weights(directory, root=root)
     return policy
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What a policy's weights are: parameters, and the buffers that are stored with them."""
+    stored = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in stored}
+
+
+def _is_float32(model: Any, name: str) -> bool:
+    """Whether the model's class keeps this tensor in float32 in a model of any dtype."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(f".{name}.".find(f".{part}.") >= 0 for part in kept)
 
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
