@@ -9,16 +9,18 @@ final-norm state that produced each of them (what TOPLOC commits to), all from t
                       float32 rounding (about 1e-6), which the run's calibrated thresholds cover
     tokens            argmax(logits / T + Gumbel noise), the noise a function of (seed, absolute position, token)
 
-Not covered: paged caches, speculative decoding, routed experts, weight updates in flight.
+    experts           where the model has any, which ones each token went through, prompts' tokens included
+
+Not covered: paged caches, speculative decoding, weight updates in flight.
 
 Shape suffixes: B rows alive, L prompt columns, C columns so far, H hidden, V vocabulary, N sampled tokens, S steps of
-noise ahead.
+noise ahead, P positions, Y expert layers, K experts per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from protocol.errors import EngineError
 from protocol.records import FINISH_EOS, FINISH_LENGTH
 from verifier import fused
 from verifier.logprobs import token_logprobs
+from verifier.routes import Experts, Recording
 from verifier.sampling import choose, gumbel_noise
 
 BATCH_ROWS = 128
@@ -52,13 +55,15 @@ class Decoded:
     """One sampled rollout.
 
     tokens: N ids, the stop token included. logprobs: float32 [N]. states_NH: float32 [N, H], row i is the
-    final-norm state whose logits token i was drawn from. finish: FINISH_EOS or FINISH_LENGTH.
+    final-norm state whose logits token i was drawn from. finish: FINISH_EOS or FINISH_LENGTH. routes: the wire form of
+    the experts of the prompt's and the sampled tokens but the last; empty for a dense model.
     """
 
     tokens: tuple[int, ...]
     logprobs: npt.NDArray[np.float32]
     states_NH: npt.NDArray[np.float32]
     finish: int
+    routes: bytes = b""
 
 
 class GenerationCancelledError(EngineError):
@@ -108,13 +113,24 @@ class _Batch:
         self._stop = np.asarray(sorted(stop_tokens), dtype=np.int64)
         self._vocab = int(model.config.vocab_size)
 
-    @torch.inference_mode()
     def run(self, cancelled: Callable[[], bool]) -> list[Decoded]:
+        experts = Experts.of(self._model)
+        if experts is None:
+            return self._run(cancelled, None)
+        with experts.recorded() as recording:
+            routes = _Routes(experts, recording, self._requests)
+            return [
+                replace(decoded, routes=routes.of(row, len(decoded.tokens)))
+                for row, decoded in enumerate(self._run(cancelled, routes))
+            ]
+
+    @torch.inference_mode()
+    def _run(self, cancelled: Callable[[], bool], routes: _Routes | None) -> list[Decoded]:
         requests = self._requests
         limits = np.asarray([r.max_new_tokens for r in requests])
         longest = int(limits.max())
         going = fused.start(self._model, max(len(r.prompt) for r in requests) + longest)
-        state_BH, real_BC, position_B = self._prefill(going, cancelled)
+        state_BH, real_BC, position_B = self._prefill(going, cancelled, routes)
         # Untouched pages of these arrays cost no memory, so a cap far above the usual length is free.
         tokens = np.empty((len(requests), longest), dtype=np.int64)
         logprobs = np.empty((len(requests), longest), dtype=np.float32)
@@ -145,6 +161,8 @@ class _Batch:
             position_B = position_B + 1
             _check(cancelled)
             state_BH = going.run(next_B[:, None], position_B[:, None], real_BC)[:, -1]
+            if routes is not None:
+                routes.sampled(alive, step)
         return [
             Decoded(
                 tuple(tokens[row, :n].tolist()),
@@ -156,12 +174,14 @@ class _Batch:
         ]
 
     def _prefill(
-        self, going: fused.Pass, cancelled: Callable[[], bool]
+        self, going: fused.Pass, cancelled: Callable[[], bool], routes: _Routes | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Run each distinct prompt once; return every row's last state, its padding (None: none), its position."""
         _check(cancelled)
         prompts = fused.Prompts.of([r.prompt for r in self._requests])
         states_BH = going.run(prompts.ids_BL, prompts.positions_BL, prompts.real_BL)[:, -1]
+        if routes is not None:
+            routes.prompts(prompts)
         going.select(prompts.rows)
         real_BC = None if prompts.real_BL is None else prompts.real_BL[prompts.rows]
         return states_BH[prompts.rows], real_BC, prompts.positions_BL[prompts.rows, -1]
@@ -174,6 +194,31 @@ class _Batch:
         positions = (first_B[:, None] + np.arange(ahead)[None, :]).reshape(-1)
         noise_NV = np.asarray(gumbel_noise(seeds, positions, self._vocab))
         return torch.from_numpy(noise_NV.reshape(len(alive), ahead, self._vocab))
+
+
+class _Routes:
+    """The experts of a batch's tokens, as they are recorded."""
+
+    def __init__(self, experts: Experts, recording: Recording, requests: list[DecodeRequest]) -> None:
+        self._experts, self._recording, self._requests = experts, recording, requests
+        # Untouched pages cost no memory here either.
+        self._sampled = experts.empty(len(requests), max(r.max_new_tokens for r in requests))
+        self._prompts = experts.empty(0, 0)
+        self._rows: list[int] = []
+
+    def prompts(self, prompts: fused.Prompts) -> None:
+        """After the pass over the distinct prompts, which are padded on the left."""
+        self._prompts, self._rows = self._recording.take(len(prompts.ids_BL)), prompts.rows.tolist()
+
+    def sampled(self, alive: npt.NDArray[np.int64], step: int) -> None:
+        """After the pass over the tokens that the rows alive sampled in this step."""
+        self._sampled[alive, step] = self._recording.take(len(alive))[:, 0]
+
+    def of(self, row: int, tokens: int) -> bytes:
+        """The wire form for one rollout of so many sampled tokens."""
+        first = self._prompts.shape[1] - len(self._requests[row].prompt)
+        prompt_PYK = self._prompts[self._rows[row], first:]
+        return self._experts.encode(np.concatenate([prompt_PYK, self._sampled[row, : tokens - 1]]))
 
 
 def _is_any(ids_B: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -172,6 +172,7 @@ class TransformersEngine:
                 finish=d.finish,
                 text=completion_text(policy.tokenizer, d.tokens, request.stop_tokens),
                 proofs=tuple(proofs[digest]),
+                routes=d.routes,
             )
             for item, d, digest in zip(request.items, decoded, digests, strict=True)
         )

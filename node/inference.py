@@ -346,6 +346,7 @@ class InferenceNode(Worker[Work]):
                     finish=output.finish,
                     reward=reward,
                     proofs=output.proofs,
+                    routes=output.routes,
                 )
             )
         return Submission(lease_id=lease.lease_id, engine=self._info.name, rollouts=tuple(rollouts))
