@@ -45,6 +45,7 @@ from verifier.checks.claim import begins_of, standing
 from verifier.errors import VerifierError
 from verifier.logprobs import token_logprobs
 from verifier.model import PolicyModel, prompt_ids
+from verifier.profiles import profile_of
 
 _TILE_LOGITS = 1 << 22
 """Logits held at once while tokens are replayed (16 MiB in float32). Only memory and speed change with it."""
@@ -140,6 +141,7 @@ def judge(run: Run, lease: Lease, submission_raw: bytes, policy: PolicyModel, en
         policy=policy,
         environment=environment,
         thresholds=run.manifest.thresholds,
+        bf16=run.manifest.bf16 if run.manifest.profile == "bf16" else None,
         temperature=sampling_rules.temperature,
         stop_tokens=frozenset(sampling_rules.stop_tokens),
         max_new_tokens=lease.max_new_tokens,
@@ -148,7 +150,7 @@ def judge(run: Run, lease: Lease, submission_raw: bytes, policy: PolicyModel, en
     for check in checks.BEFORE_PREFILL:
         check(claims, setting)
     _measure([claim for claim in claims if claim.stands], setting)
-    return Judgement([Outcome(c.outcome, c.reason.value) for c in claims], [_detail(c) for c in claims])
+    return Judgement([Outcome(c.outcome, c.reason.value) for c in claims], [_detail(c, setting) for c in claims])
 
 
 def _check_setting(run: Run, lease: Lease, policy: PolicyModel, environment: Environment) -> int:
@@ -162,8 +164,14 @@ def _check_setting(run: Run, lease: Lease, policy: PolicyModel, environment: Env
         raise VerifierError(
             f"the lease was sampled from policy {lease.root.hex()[:16]}, but {policy.root.hex()[:16]} is loaded"
         )
-    if run.manifest.profile != "fp32":
-        raise VerifierError(f"this verifier checks the fp32 profile, not {run.manifest.profile!r}; upgrade it")
+    profile = profile_of(run.manifest.profile)
+    if profile.name == "bf16" and run.manifest.bf16 is None:
+        raise VerifierError("the manifest names the bf16 profile and has no bf16 thresholds; its root must add them")
+    if policy.weights != profile.dtype:
+        raise VerifierError(
+            f"a run in {profile.name} is checked on weights in {profile.dtype}, but they were loaded in "
+            f"{policy.weights}; load the policy for the run's profile"
+        )
     return count
 
 
@@ -214,7 +222,7 @@ def _measure(claims: Sequence[Claim], setting: Setting) -> None:
             reading = []
             for k, at, states in pieces:
                 states_NH = states.float().numpy()
-                finite = bool(np.isfinite(states_NH).all())
+                finite = bool(torch.isfinite(states.to(setting.policy.weights)).all())
                 for claim in standing(twins[k]):
                     claim.open_block(at, states_NH)
                     reading.append(claim)
@@ -286,11 +294,14 @@ def _replay(claims: Sequence[Claim], setting: Setting) -> None:
             claim.give_up(ReasonCode.VALIDATOR_FAILED)
 
 
-def _detail(claim: Claim) -> RolloutDetail:
+def _detail(claim: Claim, setting: Setting) -> RolloutDetail:
+    """Numbers, and of an accepted rollout the behaviour log-probabilities: in fp32 the verifier's own, in bf16 the
+    node's, whose rounding chose the tokens and which were just found to agree."""
     numbers = dict(claim.numbers)
     if not claim.stands and 0 < claim.read < len(claim.tokens_N):
         numbers["tokens_read"] = float(claim.read)
     listed = tuple(Number(name, float(value)) for name, value in sorted(numbers.items()))
     if not claim.stands or not claim.whole:
         return RolloutDetail(b"", 0.0, listed)
-    return RolloutDetail(claim.own_logprobs_N.astype("<f4").tobytes(), claim.reward, listed)
+    behaviour_N = claim.own_logprobs_N if setting.bf16 is None else claim.claimed_logprobs_N
+    return RolloutDetail(behaviour_N.astype("<f4").tobytes(), claim.reward, listed)

@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from environments.base import Environment, Task
 from protocol.errors import ReasonCode
-from protocol.manifest import Thresholds
+from protocol.manifest import Bf16Thresholds, Thresholds
 from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, Rollout
 from verifier.model import PolicyModel
+from verifier.toploc import LIMBS
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,16 @@ class Setting:
     policy: PolicyModel
     environment: Environment
     thresholds: Thresholds
+    bf16: Bf16Thresholds | None
+    """Of a run with this profile; None in fp32."""
     temperature: float
     stop_tokens: frozenset[int]
     max_new_tokens: int
+
+    @property
+    def limbs(self) -> int:
+        """Of a proof of this run's profile."""
+        return LIMBS["fp32" if self.bf16 is None else "bf16"]
 
 
 @dataclass
@@ -61,6 +69,8 @@ class Claim:
     outcome: int = ACCEPT
     reason: ReasonCode = ReasonCode.HOLDS
     numbers: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    """What is added up over blocks and is no number of its own."""
     _own: list[npt.NDArray[np.float32]] = field(default_factory=list)
 
     @property
@@ -97,6 +107,16 @@ class Claim:
     def note(self, name: str, value: float) -> None:
         """Keep the largest of a number over all blocks."""
         self.numbers[name] = max(value, self.numbers.get(name, value))
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the block under way is the rollout's last."""
+        return self.at + len(self.block_tokens_N) == len(self.tokens_N)
+
+    def add(self, name: str, value: float) -> float:
+        """Add up a number over all blocks; its value so far."""
+        self.numbers[name] = self.numbers.get(name, 0.0) + value
+        return self.numbers[name]
 
     def fail(self, reason: ReasonCode, **numbers: float) -> None:
         """Reject this rollout. The first failure is the one that is reported."""
