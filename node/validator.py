@@ -46,7 +46,8 @@ from shardcast.pacing import Pacing
 from shardcast.puller import Policy, Puller
 from verifier.allocator import keep_freed_memory
 from verifier.judge import Judgement, judge_upload
-from verifier.model import PolicyModel, load_policy
+from verifier.model import PolicyModel
+from verifier.profiles import load_to_verify
 
 JOB_WAIT_MS = 20_000
 TOKEN_HEADER = "Headwater-Token"  # noqa: S105
@@ -250,7 +251,8 @@ class ValidatorNode(Worker[Assignment]):
         """In the judge's thread: the right weights, then the decision and its CPU milliseconds."""
         started = time.thread_time()
         if self._policy is None:
-            self._policy = load_policy(policy.directory, root=policy.root)
+            profile = assignment.run.manifest.profile
+            self._policy = load_to_verify(policy.directory, profile, root=policy.root)
         elif self._policy.root != policy.root:
             self._policy.load_weights(policy.directory, root=policy.root)
         lease, length = assignment.lease, assignment.job.raw_length

@@ -56,7 +56,8 @@ from verifier.draws import Draws
 from verifier.drops import drop_evidence
 from verifier.errors import VerifierError
 from verifier.judge import Judgement, judge_upload
-from verifier.model import PolicyModel, load_policy, prompt_ids
+from verifier.model import PolicyModel, prompt_ids
+from verifier.profiles import load_to_verify
 from verifier.promises import check_promises, read_promises
 from verifier.report import Derived, Failure, Report
 from verifier.updates import check_updates
@@ -308,7 +309,8 @@ class Auditor:
             with tempfile.TemporaryDirectory(dir=self._scratch) as into:
                 published = self.published.materialise(epoch, step, Path(into))
                 if self._policy is None:
-                    self._policy = load_policy(published.directory, root=published.root)
+                    profile = self.archive.run.manifest.profile
+                    self._policy = load_to_verify(published.directory, profile, root=published.root)
                     if self._policy.hidden <= _ONE_THREAD_HIDDEN:
                         torch.set_num_threads(1)
                 else:
