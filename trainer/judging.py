@@ -31,6 +31,7 @@ from trainer.book import Book
 from trainer.drawing import Drawing
 from trainer.drops import Drops
 from trainer.errors import RefusedEntryError
+from trainer.evidence import Evidence
 from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
 from trainer.news import News, in_words
@@ -64,6 +65,7 @@ class Judging:
     trainable: Trainable
     prompt_ids: batches.PromptIds
     monotonic: Callable[[], float] = time.monotonic
+    evidence: Evidence = field(init=False)
     delivered: dict[bytes, float] = field(default_factory=dict)
     """Job id -> when it was last handed to its validator."""
     taken: dict[bytes, float] = field(default_factory=dict)
@@ -76,6 +78,9 @@ class Judging:
     _writing: set[tuple[int, int]] = field(default_factory=set)
     """(submission, round) whose details are being written. Two at once would leave one verdict's details on the disk
     and the other verdict in the ledger."""
+
+    def __post_init__(self) -> None:
+        self.evidence = Evidence(self.book, self.files, self.news, self.leasing.close_all_of)
 
     # --- drawing --------------------------------------------------------------------------------------------------
 
@@ -110,6 +115,7 @@ class Judging:
         """Append whatever the passing of time made necessary; the caller commits."""
         self.drawing.keep_in_step()
         self.drops.run()
+        self.evidence.run()
         waiting = [self.book.state.submissions[index] for index in self.book.window.unjudged]
         for submission in waiting:
             self._redraw(submission)
@@ -358,6 +364,7 @@ class Judging:
             self.leasing.close_all_of(owner)
         self._tell(owner, before, rejected, len(counted.outcomes))
         self._tell_outvoted(owner, submission)
+        self.evidence.note(submission, job.round)
         self.book.log.event(
             "verdict",
             node=owner.key,

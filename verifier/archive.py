@@ -45,6 +45,7 @@ from protocol.records import (
     Lease,
     LeaseClosed,
     LedgerEntry,
+    NodeEvidence,
     RelayReport,
     RoleGrant,
     RunFinished,
@@ -82,6 +83,7 @@ BODIES: dict[str, type] = {
     "job": JobDrawn,
     "tie.lapsed": TieLapsed,
     "evidence.drop": DropEvidence,
+    "evidence.node": NodeEvidence,
     "batch": BatchClosed,
     "run.finished": RunFinished,
 }
@@ -165,6 +167,8 @@ class Facts:
     """Ledger index -> what shows that a relay lied."""
     drops: dict[int, DropEvidence] = field(default_factory=dict)
     """Ledger index -> evidence that a key kept results back."""
+    pooled: dict[int, NodeEvidence] = field(default_factory=dict)
+    """Ledger index -> evidence that a node's numbers add up to too much."""
 
 
 class RunArchive:
@@ -351,6 +355,8 @@ class RunArchive:
             facts.accusations[index] = record
         elif isinstance(record, DropEvidence):
             facts.drops[index] = record
+        elif isinstance(record, NodeEvidence):
+            facts.pooled[index] = record
 
     def _note_verdict(self, index: int, envelope: Envelope, record: Verdict) -> None:
         facts = self.facts

@@ -8,7 +8,8 @@
     weights      every publication: signatures, shard hashes, root, and the ledger's announcement of it
     verdicts     derived again with the validators' own `judge`, against the published weights and under the manifest
                  that the lease names
-    evidence     what suspended a key without a verdict, computed again; relays that were accused: see `accusations`
+    evidence     what suspended a key without a verdict, computed again, see `evidence_check` too; relays that were
+                 accused, see `accusations`
     batches      rebuilt from ledger, uploads and details, and compared with the file
     copies       `model/`, checkpoints and the reward curve of `metrics.jsonl`, where they are there; see `copies`
 
@@ -55,6 +56,7 @@ from verifier.details import check_claims
 from verifier.draws import Draws
 from verifier.drops import drop_evidence
 from verifier.errors import VerifierError
+from verifier.evidence_check import check_node_evidence
 from verifier.judge import Judgement, judge_upload
 from verifier.model import PolicyModel, prompt_ids
 from verifier.profiles import load_to_verify
@@ -131,6 +133,7 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
             auditor.derive_verdicts(state)
             check_claims(archive, report)
             auditor.check_evidence(state)
+            check_node_evidence(archive, state, report)
             trained = check_batches(archive, report, auditor.prompt)
             auditor.check_unnamed()
             check_copies(archive, auditor.published, trained, report)

@@ -1,0 +1,123 @@
+"""Sums up what validators measured while the run goes on, and ends trust in a node that is beyond chance.
+
+    a verdict is entered -> queue -> its details -> the node's sums -> over the bar? -> `evidence.node`, suspension
+
+The queue is worked off in the ledger's order, so that the sums are those an audit makes of the archive. After a start
+it holds every verdict there was; until it is empty again nobody is looked at, and the coordinator gives it a share of
+each second only.
+
+Not covered: the sums and when they condemn (`verifier.evidence`), who keeps results back (`drops`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.errors import LedgerError
+from protocol.manifest import EvidenceRow
+from protocol.records import NodeEvidence
+from protocol.state import NodeState, SubmissionState, VerdictState
+from trainer import batches
+from trainer.book import Book
+from trainer.news import News
+from verifier.evidence import Sums, counted, in_order
+
+MAX_PAUSE_S = 0.1
+"""The queue is left for the next turn once this has gone by: the coordinator answers nobody meanwhile."""
+
+
+@dataclass
+class Evidence:
+    """The sums of one run. `suspend` is called right after evidence was entered; the caller commits."""
+
+    book: Book
+    files: batches.Files
+    news: News
+    suspend: Callable[[NodeState], None]
+    monotonic: Callable[[], float] = time.monotonic
+    _sums: Sums = field(init=False)
+    _queue: deque[tuple[SubmissionState, VerdictState]] = field(default_factory=deque)
+    """Counted verdicts that are not summed up yet."""
+    _suspects: set[bytes] = field(default_factory=set)
+    """Nodes with a sum over its bar."""
+    _blind: bool = False
+    """Details were lost: sums made without them are not those of an audit that has them."""
+
+    def __post_init__(self) -> None:
+        self._begin(self.book.run.manifest.evidence)
+
+    def _begin(self, rows: tuple[EvidenceRow, ...]) -> None:
+        self._sums, self._blind = Sums(rows), False
+        self._suspects.clear()
+        self._queue = deque(in_order(self.book.state) if rows else ())
+
+    def note(self, submission: SubmissionState, number: int) -> None:
+        """The verdict of round `number` was entered: sum it up, and look at its owner."""
+        verdict = counted(submission)
+        if verdict is None or verdict is not submission.verdicts.get(number) or not self._sums.rows:
+            return
+        self._queue.append((submission, verdict))
+        if len(self._queue) == 1:  # else it waits for what a start left to do
+            self.run()
+
+    def run(self) -> bool:
+        """Work the queue off for a while; True when evidence was entered."""
+        if self.book.run.manifest.evidence != self._sums.rows:
+            self._begin(self.book.run.manifest.evidence)  # the root changed them: they hold for the past too
+        begun = self.monotonic()
+        while self._queue and not self._blind and self.monotonic() - begun <= MAX_PAUSE_S:
+            self._take_in(*self._queue.popleft())
+        if self._queue or self._blind or self.book.state.finished is not None:
+            return False
+        found = [self._look(self.book.state.nodes[key]) for key in sorted(self._suspects)]
+        return any(found)
+
+    def _take_in(self, submission: SubmissionState, verdict: VerdictState) -> None:
+        try:
+            details = batches.read_details(self.book.state, self.files, submission.index, verdict.index)
+        except LedgerError as exc:
+            self._blind = True
+            self.news.say(f"no node is suspended by pooled evidence any more: {exc}. Restore the file and start again")
+            return
+        self._sums.add(self.book.state, submission, verdict, details)
+        over = any(cusum.suspicious for cusum in self._sums.of(submission.owner).values())
+        (self._suspects.add if over else self._suspects.discard)(submission.owner)
+
+    def _look(self, node: NodeState) -> bool:
+        if node.state == "suspended":
+            return False
+        upto = self.book.ledger.size
+        for row, cusum in self._sums.of(node.key).items():
+            if not cusum.suspicious:
+                continue
+            if not cusum.condemns:
+                self.news.say_once(
+                    f"what one validator measured on the rollouts of {node.name} is beyond chance ({row[0]}), but the "
+                    "others' numbers are not, or there are none: nobody is suspended on one validator's word"
+                )
+            elif not self._sums.vouched(self.book.state, node.key, cusum.row, upto):
+                self.news.say_once(
+                    f"what validators measured on the rollouts of {node.name} is beyond chance ({row[0]}), but most "
+                    "other nodes are no better, or there are none: the bound may be wrong, and nobody is suspended. "
+                    "The operator should calibrate again"
+                )
+            else:
+                said = self._sums.evidence(node.key, row, upto)
+                self.book.append("evidence.node", said)
+                self.suspend(node)
+                self.news.say(f"{node.name} is suspended: {in_words(said, cusum.row)} ({node.reason})")
+                return True
+        return False
+
+
+def in_words(evidence: NodeEvidence, row: EvidenceRow) -> str:
+    """What the numbers say, for people."""
+    return (
+        f"the {evidence.statistic} of its rollouts, lately {evidence.mean:.3g} where honest nodes are at "
+        f"{row.honest:.3g} at most, adds up to {evidence.hypothesis} beyond chance over {evidence.rollouts} of them "
+        f"(log e {evidence.log_e:.1f}, bar {row.log_bar:.1f}), whichever of {evidence.validators} validators is left "
+        "out"
+    )
