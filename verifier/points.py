@@ -28,16 +28,25 @@ from verifier.errors import ProofError
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
-Magnitudes = npt.NDArray[np.signedinteger]
+I32 = npt.NDArray[np.int32]
 
-_NOT_FINITE = {1: 0x7F80, 2: 0x7F800000}
-"""By number of limbs: the smallest magnitude, as a whole number, that is infinite or no number."""
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_NOT_FINITE = 0x7F800000
+"""The smallest magnitude, as a whole number, that is infinite or no number."""
 
 _GROUP_CHUNKS = 64
 """Chunks whose polynomials are worked on side by side: enough to pay numpy's call overhead, few enough to be cached."""
 
-_GROUP_VALUES = 1 << 16
-"""Values of chunks searched side by side, or one chunk: bounds memory at any hidden size, and stays in the cache."""
+_NARROW = 8192
+_SLICE = 32
+"""Chunks of more than `_NARROW` values are searched one by one, by the largest of every 32. Only speed changes."""
+
+_HEAP_FROM = 64
+"""From this many times K values on `torch.topk` keeps a heap. The bf16 points' choice among equals depends on it."""
+
+_HEAD = 4096
+_SEGMENT = 65536
+"""How many values torch is given all of; how many later ones at most are compared at once. Only speed changes."""
 
 
 @dataclass(frozen=True)
@@ -114,47 +123,60 @@ def _injective_modulus(index_K: I64) -> int:
 
 
 def _group(states: Sequence[F32], members: list[tuple[int, int, int]], hidden: int, points: int, limbs: int) -> Points:
-    index_CK = np.empty((len(members), points), dtype=np.int64)
-    bits_CK = np.empty((len(members), points), dtype=np.uint32)
-    step = max(1, _GROUP_VALUES // (hidden * max(rows for _, _, rows in members)))
-    for first in range(0, len(members), step):
-        some = members[first : first + step]
-        bits_CF, magnitude_CF = _bits(states, some, hidden, limbs)
-        chosen_CK = _lowest_index(magnitude_CF, points) if limbs == 2 else _torch_order(magnitude_CF, points)
-        index_CK[first : first + step] = chosen_CK
-        bits_CK[first : first + step] = np.take_along_axis(bits_CF, chosen_CK, axis=1)
-    if limbs == 1:
-        bits_CK >>= np.uint32(16)
-    sign = np.uint32(0x8000 if limbs == 1 else 0x80000000)
-    if int((bits_CK & ~sign).max()) >= _NOT_FINITE[limbs]:
+    bits = [
+        states[rollout][chunk * PROOF_CHUNK_TOKENS :][:rows].reshape(-1).view(np.uint32)
+        for rollout, chunk, rows in members
+    ]
+    if limbs == 1 and any(int(np.bitwise_or.reduce(bits_F)) & 0xFFFF for bits_F in bits):
+        raise ProofError("a state is not a bfloat16; the bf16 profile proves what was computed in bfloat16")
+    find = _lowest_index if limbs == 2 else _torch_order
+    index_CK = find(bits, points)
+    bits_CK = np.stack([bits_F[index_K] for bits_F, index_K in zip(bits, index_CK, strict=True)])
+    if int((bits_CK & _MAGNITUDE).max()) >= _NOT_FINITE:
         raise ProofError("a state is not finite; such a rollout can be neither proved nor checked")
     where = [(rollout, chunk) for rollout, chunk, _ in members]
-    return Points(where, [rows * hidden for _, _, rows in members], index_CK, bits_CK)
+    return Points(where, [len(bits_F) for bits_F in bits], index_CK, bits_CK >> np.uint32(16 if limbs == 1 else 0))
 
 
-def _bits(
-    states: Sequence[F32], members: list[tuple[int, int, int]], hidden: int, limbs: int
-) -> tuple[U32, Magnitudes]:
-    """The chunks' bits and magnitudes [C, F]; rows that shorter ones lack have the magnitude -1."""
-    widest = max(rows for _, _, rows in members)
-    bits_CF = np.zeros((len(members), widest * hidden), dtype=np.uint32)
-    for i, (rollout, chunk, rows) in enumerate(members):
-        start = chunk * PROOF_CHUNK_TOKENS
-        bits_CF[i, : rows * hidden] = states[rollout][start : start + rows].reshape(-1).view(np.uint32)
-    magnitude_CF: Magnitudes
-    if limbs == 2:
-        magnitude_CF = (bits_CF & np.uint32(0x7FFFFFFF)).view(np.int32)
-    else:
-        if int(np.bitwise_or.reduce(bits_CF, axis=None)) & 0xFFFF:
-            raise ProofError("a state is not a bfloat16; the bf16 profile proves what was computed in bfloat16")
-        magnitude_CF = ((bits_CF >> np.uint32(16)).astype(np.uint16) & np.uint16(0x7FFF)).view(np.int16)
-    for i, (_, _, rows) in enumerate(members):
-        magnitude_CF[i, rows * hidden :] = -1
-    return bits_CF, magnitude_CF
+class _Search:
+    """Room for one chunk's magnitudes, used again for the next: fresh pages cost more than what is written to them."""
+
+    def __init__(self, width: int) -> None:
+        self._magnitude_F = np.empty(width, dtype=np.int32)
+        self._above_F = np.empty(width, dtype=np.bool_)
+
+    def magnitudes(self, bits_F: U32) -> I32:
+        """The chunk's magnitudes; valid until the next call."""
+        magnitude_F = self._magnitude_F[: len(bits_F)]
+        np.bitwise_and(bits_F, _MAGNITUDE, out=magnitude_F.view(np.uint32))
+        return magnitude_F
+
+    def above(self, magnitude_F: I32, bound: np.int32) -> I64:
+        """Indices of the magnitudes above the bound."""
+        return np.flatnonzero(np.greater(magnitude_F, bound, out=self._above_F[: len(magnitude_F)]))
 
 
-def _lowest_index(magnitude_CF: Magnitudes, points: int) -> I64:
-    """Indices [C, K] of the K largest of each chunk; among equals the lowest index."""
+def _lowest_index(bits: Sequence[U32], points: int) -> I64:
+    """Indices [C, K] of the K largest magnitudes of each chunk; among equals the lowest index."""
+    index_CK = np.empty((len(bits), points), dtype=np.int64)
+    search = _Search(max(len(bits_F) for bits_F in bits))
+    narrow = []
+    for i, bits_F in enumerate(bits):
+        if len(bits_F) <= _NARROW:
+            narrow.append(i)
+            continue
+        # K strided slices have maxima that large: so many values are at least as large as the K-th largest of those
+        magnitude_F = search.magnitudes(bits_F)
+        slices = len(bits_F) // _SLICE
+        largest_S = magnitude_F[: slices * _SLICE].reshape(_SLICE, slices).max(axis=0)
+        candidate_F = search.above(magnitude_F, np.partition(largest_S, slices - points)[slices - points] - 1)
+        index_CK[i] = candidate_F[_lowest_of(magnitude_F[None, candidate_F], points)[0]]
+    if narrow:
+        index_CK[narrow] = _lowest_of(_side_by_side([bits[i] for i in narrow]), points)
+    return index_CK
+
+
+def _lowest_of(magnitude_CF: I32, points: int) -> I64:
     width = magnitude_CF.shape[1]
     threshold_C1 = np.partition(magnitude_CF, width - points, axis=1)[:, width - points, None]
     above_CF = magnitude_CF > threshold_C1
@@ -165,9 +187,50 @@ def _lowest_index(magnitude_CF: Magnitudes, points: int) -> I64:
     return index_CK
 
 
-def _torch_order(magnitude_CF: Magnitudes, points: int) -> I64:
-    """Indices [C, K] of the K largest of each chunk; among equals those that `torch.topk` takes."""
+def _side_by_side(bits: Sequence[U32]) -> I32:
+    """Magnitudes [C, F]; -1 behind the values of shorter chunks."""
+    magnitude_CF = np.full((len(bits), max(len(bits_F) for bits_F in bits)), -1, dtype=np.int32)
+    for magnitude_F, bits_F in zip(magnitude_CF, bits, strict=True):
+        np.bitwise_and(bits_F, _MAGNITUDE, out=magnitude_F[: len(bits_F)].view(np.uint32))
+    return magnitude_CF
+
+
+def _torch_order(bits: Sequence[U32], points: int) -> I64:
+    """Indices [C, K] of the K largest magnitudes of each chunk, all of one width; among equals torch's choice.
+
+    From 64 K values on, `torch.topk` keeps a heap of K and takes a value in only if it is larger than the heap's
+    smallest. So what comes after the first P values and is not larger than the K-th largest of those changes nothing,
+    and nor do values of -1 at the end: both may be left out or added, as long as 64 K values remain. Below 64 K values
+    torch partitions instead, and is given all of them.
+    """
     import torch
 
-    index_CK: I64 = torch.topk(torch.from_numpy(magnitude_CF), points, dim=1).indices.numpy()
-    return index_CK
+    width = len(bits[0])
+    if width <= _HEAP_FROM * points:
+        index_CK: I64 = torch.topk(torch.from_numpy(_side_by_side(bits) >> 16), points, dim=1).indices.numpy()
+        return index_CK
+    search = _Search(min(width, _SEGMENT))
+    kept = [_can_enter(bits_F, points, search) for bits_F in bits]
+    longest = max(len(index_F) for index_F, _ in kept)
+    magnitude_CF = np.full((len(bits), max(longest, _HEAP_FROM * points)), -1, dtype=np.int16)
+    for short_F, (index_F, magnitude_F) in zip(magnitude_CF, kept, strict=True):
+        short_F[: len(index_F)] = magnitude_F >> 16
+    place_CK = torch.topk(torch.from_numpy(magnitude_CF), points, dim=1).indices.numpy()
+    return np.stack([index_F[place_K] for (index_F, _), place_K in zip(kept, place_CK, strict=True)])
+
+
+def _can_enter(bits_F: U32, points: int, search: _Search) -> tuple[I64, I32]:
+    """Index and magnitude of all values that the K largest before them do not keep out, in order."""
+    magnitude_F = search.magnitudes(bits_F[:_HEAD])
+    index, magnitude = [np.arange(_HEAD)], [magnitude_F.copy()]
+    best_K = magnitude[0]
+    start, stop = _HEAD, 4 * _HEAD
+    while start < len(bits_F):
+        best_K = np.partition(best_K, len(best_K) - points)[len(best_K) - points :]
+        magnitude_F = search.magnitudes(bits_F[start:stop])
+        above_F = search.above(magnitude_F, best_K[0])
+        index.append(above_F + start)
+        magnitude.append(magnitude_F[above_F])
+        best_K = np.concatenate([best_K, magnitude[-1]])
+        start, stop = stop, stop + min(4 * stop, _SEGMENT)
+    return np.concatenate(index), np.concatenate(magnitude)
