@@ -52,8 +52,16 @@ bench: install
 		echo "== benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name --json || status=$$?; done; exit $${status:-0}
 
 # Peers we measure against live in environments of their own: their import names clash with ours.
-bench-peers:
-	@echo "no benchmark needs a peer yet (benchmarks.overhead measures against our own bare loop)"
+# The toploc package has no wheel that imports with today's torch: it is compiled from its sdist, minutes of g++.
+bench-peers: .peers/toploc/.installed
+
+.peers/toploc/.installed:
+	$(PYTHON) -m venv .peers/toploc
+	.peers/toploc/bin/pip install $(QUIET) --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	.peers/toploc/bin/pip install $(QUIET) --disable-pip-version-check 'numpy>=2,<3' setuptools wheel ninja
+	.peers/toploc/bin/pip install $(QUIET) --disable-pip-version-check --no-build-isolation --no-binary toploc toploc==0.1.6
+	.peers/toploc/bin/python -c 'import toploc'
+	@touch $@
 
 # Longer lines of acceptance than CI has time for; their dated results are in docs/results/.
 soak: install
