@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.contract import CouldNotRunError, Goal, at_least, machine, run
+from benchmarks.contract import CouldNotRunError, Goal, at_least, run
 from tests import toploc_states
 from verifier import toploc
 
@@ -251,7 +251,7 @@ def write_vectors(path: Path) -> None:
             stats, _ = other.verify(moved_NH, proofs, "tensor")
             vector = {"kind": kind, "rows": rows, "hidden": hidden, "seed": seed, "proofs": [p.hex() for p in proofs]}
             lines.append(json.dumps({**vector, "moved": [[s.exponents, s.mean] for s in stats]}))
-    made_by = json.dumps(f"toploc {about['toploc']} built from its sdist with torch {about['torch']}, {machine()}")
+    made_by = json.dumps(f"toploc {about['toploc']} built from its sdist with torch {about['torch']}")
     path.write_text(f'{{"made_by": {made_by}, "vectors": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
 
 

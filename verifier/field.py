@@ -71,19 +71,19 @@ _BLOCK = 16
 
 @functools.cache
 def _power_tables() -> tuple[F64, F64]:
-    """x^0 .. x^15 and x^16 of each field element: [16, 65497], [65497]."""
+    """x^0 .. x^15 and x^16 of each field element: [65497, 16], so that one element's lie side by side; [65497]."""
     prime = np.uint32(_P)  # (p - 1)^2 < 2^32: products fit, and integer remainders are the cheaper ones here
     x = np.arange(_P, dtype=np.uint32)
     powers = np.ones((_BLOCK + 1, _P), dtype=np.uint32)
     for power in range(_BLOCK):
         powers[power + 1] = powers[power] * x % prime
-    return powers[:_BLOCK].astype(np.float64), powers[_BLOCK].astype(np.float64)
+    return np.ascontiguousarray(powers[:_BLOCK].T.astype(np.float64)), powers[_BLOCK].astype(np.float64)
 
 
 def _powers(x_CK: I64) -> tuple[F64, F64]:
-    """x^0 .. x^15 as [C, 16, K], and x^16 [C, K]."""
+    """x^0 .. x^15 as [C, K, 16], and x^16 [C, K]."""
     powers, step = _power_tables()
-    return powers.take(x_CK, axis=1).transpose(1, 0, 2), step.take(x_CK)
+    return powers.take(x_CK, axis=0), step.take(x_CK)
 
 
 def interpolate(x_CK: I64, y_CLK: F64) -> F64:
@@ -104,7 +104,7 @@ def interpolate(x_CK: I64, y_CLK: F64) -> F64:
     w[:, :, 0] = rem(y_CLK * weights_C1K)
     for block in range(1, blocks):
         w[:, :, block] = rem(w[:, :, block - 1] * step_CK[:, None])
-    s = rem(w.reshape(chunks, limbs * blocks, count) @ powers.transpose(0, 2, 1))
+    s = rem(w.reshape(chunks, limbs * blocks, count) @ powers)
     return correlate(m_CK[:, None, 1:], s.reshape(chunks, limbs, width)[:, :, :count])
 
 
@@ -155,7 +155,7 @@ def _sum_powers(coefficients_CLK: F64, powers: F64, step_CK: F64) -> F64:
     blocks = -(-count // _BLOCK)
     padded = np.zeros((chunks, limbs, blocks * _BLOCK))
     padded[:, :, :count] = coefficients_CLK
-    sums = padded.reshape(chunks, limbs * blocks, _BLOCK) @ powers
+    sums = padded.reshape(chunks, limbs * blocks, _BLOCK) @ powers.transpose(0, 2, 1)
     sums = sums.reshape(chunks, limbs, blocks, -1)
     value = rem(sums[:, :, -1])
     for block in range(blocks - 2, -1, -1):

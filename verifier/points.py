@@ -224,7 +224,7 @@ def _can_enter(bits_F: U32, points: int, search: _Search) -> tuple[I64, I32]:
     magnitude_F = search.magnitudes(bits_F[:_HEAD])
     index, magnitude = [np.arange(_HEAD)], [magnitude_F.copy()]
     best_K = magnitude[0]
-    start, stop = _HEAD, 4 * _HEAD
+    start, stop = _HEAD, 5 * _HEAD
     while start < len(bits_F):
         best_K = np.partition(best_K, len(best_K) - points)[len(best_K) - points :]
         magnitude_F = search.magnitudes(bits_F[start:stop])
@@ -232,5 +232,5 @@ def _can_enter(bits_F: U32, points: int, search: _Search) -> tuple[I64, I32]:
         index.append(above_F + start)
         magnitude.append(magnitude_F[above_F])
         best_K = np.concatenate([best_K, magnitude[-1]])
-        start, stop = stop, stop + min(4 * stop, _SEGMENT)
+        start, stop = stop, stop + _SEGMENT
     return np.concatenate(index), np.concatenate(magnitude)
