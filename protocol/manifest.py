@@ -34,6 +34,9 @@ from protocol.records import U16, U32, U64, Bool, Float, Hash, Key, Line, Lines,
 
 MANIFEST_KIND = "manifest"
 
+PROFILES = ("fp32", "bf16")
+"""Compute profiles this software knows. Part of a run's meaning: they differ in proofs, thresholds and numbers."""
+
 _MODEL_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]*(\.[A-Za-z0-9_\-]+)*\.(json|txt|jinja|model)")
 """Names a model file may have: one plain path component, of a kind that holds no code, no pickle and no weights.
 
@@ -209,6 +212,23 @@ class Bf16Thresholds:
     machine: Line
 
 
+@record(1 * KIB)
+@dataclass(frozen=True)
+class RouteThresholds:
+    """By how much an expert left out may beat one that a rollout's route took, and the measurement behind it."""
+
+    margin: Float
+    """In what the router ranks experts by (`verifier.routes`)."""
+    measured_rollouts: U64
+    measured_choices: U64
+    """Tokens times layers."""
+    measured_shortfall: Float
+    """Largest of an honest choice."""
+    measured_scores: Float
+    """Largest difference of one score between two honest ways to compute it."""
+    machine: Line
+
+
 @record(4 * KIB)
 @dataclass(frozen=True)
 class LeasePolicy:
@@ -262,6 +282,8 @@ class RunManifest:
     """What is summed up over a node's rollouts; each (hypothesis, statistic) once."""
     bf16: Annotated[Bf16Thresholds | None, Maybe(Sub(Bf16Thresholds))] = None
     """Of a run whose profile is `bf16`, which must have it."""
+    routes: Annotated[RouteThresholds | None, Maybe(Sub(RouteThresholds))] = None
+    """Of a run whose model has experts, which must have it."""
 
 
 @dataclass(frozen=True)

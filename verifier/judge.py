@@ -1,7 +1,7 @@
 """Is this submission honest? One function for validators and for the audit, so that both reach the same decision.
 
-    decode -> format -> task -> token range -> termination -> proof shape
-           -> for each block of tokens: [prefill] -> proof -> seeded tokens -> log-probabilities
+    decode -> format -> task -> token range -> termination -> proof shape -> routes' shape
+           -> for each block of tokens: [prefill] -> routes -> proof -> seeded tokens -> log-probabilities
            -> reward
 
 Whole-submission failures (`format` on every rollout): bytes that are no Submission, longer than any answer to the
@@ -18,7 +18,7 @@ Shape suffixes: N sampled tokens of one rollout, M rows of several, U distinct r
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,18 +28,18 @@ import zstandard
 from environments.base import Environment, Task
 from protocol import codec
 from protocol.errors import DecodeError, ReasonCode
+from protocol.lease_rules import answer_bound
 from protocol.limits import (
     MAX_ROLLOUTS_PER_LEASE,
     MAX_SUBMISSION_BYTES,
     MAX_SUBMISSION_RAW_BYTES,
     MIB,
-    submission_raw_bound,
 )
 from protocol.manifest import Run
 from protocol.records import REJECT, Lease, Number, Outcome, Rollout, RolloutDetail, Submission, VerdictDetails
 from protocol.seeds import sampling_seed
-from verifier import checks, sampling
-from verifier.blocks import states_in_blocks
+from verifier import checks, replay, sampling
+from verifier.blocks import Piece, states_in_blocks
 from verifier.checks import Claim, Setting
 from verifier.checks.claim import begins_of, standing
 from verifier.errors import VerifierError
@@ -104,7 +104,7 @@ def judge_upload(
         VerifierError: see `judge`.
     """
     count = _check_setting(run, lease, policy, environment)
-    if raw_length > submission_raw_bound(count, lease.max_new_tokens):
+    if raw_length > answer_bound(lease, run.manifest):
         return _all(count, ReasonCode.FORMAT)
     try:
         raw = decompress_submission(blob, raw_length)
@@ -126,7 +126,7 @@ def judge(run: Run, lease: Lease, submission_raw: bytes, policy: PolicyModel, en
         VerifierError: policy, environment, run and lease do not belong together. Never because of the submission.
     """
     count = _check_setting(run, lease, policy, environment)
-    if len(submission_raw) > submission_raw_bound(count, lease.max_new_tokens):
+    if len(submission_raw) > answer_bound(lease, run.manifest):
         return _all(count, ReasonCode.FORMAT)
     try:
         submission = codec.decode(Submission, submission_raw)
@@ -142,6 +142,7 @@ def judge(run: Run, lease: Lease, submission_raw: bytes, policy: PolicyModel, en
         environment=environment,
         thresholds=run.manifest.thresholds,
         bf16=run.manifest.bf16 if run.manifest.profile == "bf16" else None,
+        routes=run.manifest.routes if policy.experts is not None else None,
         temperature=sampling_rules.temperature,
         stop_tokens=frozenset(sampling_rules.stop_tokens),
         max_new_tokens=lease.max_new_tokens,
@@ -172,6 +173,10 @@ def _check_setting(run: Run, lease: Lease, policy: PolicyModel, environment: Env
             f"a run in {profile.name} is checked on weights in {profile.dtype}, but they were loaded in "
             f"{policy.weights}; load the policy for the run's profile"
         )
+    if run.manifest.model.routing != (None if policy.experts is None else policy.experts.routing):
+        raise VerifierError("the manifest describes other experts than the policy has; its root must correct it")
+    if policy.experts is not None and run.manifest.routes is None:
+        raise VerifierError("the manifest has no route margin for this model's experts; its root must add it")
     return count
 
 
@@ -216,9 +221,8 @@ def _measure(claims: Sequence[Claim], setting: Setting) -> None:
         else:
             fits.append(claim)
     twins = _twins(fits)
-    sequences = [(same[0].prompt, same[0].tokens_N) for same in twins]
     try:
-        for pieces in states_in_blocks(setting.policy, sequences, lambda k: any(c.stands for c in twins[k])):
+        for pieces in _pieces(twins, setting):
             reading = []
             for k, at, states in pieces:
                 states_NH = states.float().numpy()
@@ -240,15 +244,34 @@ def _measure(claims: Sequence[Claim], setting: Setting) -> None:
                 claim.give_up(ReasonCode.VALIDATOR_FAILED)
 
 
+def _pieces(twins: list[list[Claim]], setting: Setting) -> Iterator[list[Piece]]:
+    """States a block at a time; through the claimed experts where the model has any."""
+
+    def stands(k: int) -> bool:
+        return any(claim.stands for claim in twins[k])
+
+    if setting.routes is None:
+        sequences = [(same[0].prompt, same[0].tokens_N) for same in twins]
+        yield from states_in_blocks(setting.policy, sequences, stands)
+        return
+    routed = [same[0].routed for same in twins]
+    for same, one in zip(twins, routed, strict=True):
+        for claim in same:
+            claim.routed = one
+    yield from replay.states_in_blocks(
+        setting.policy, [one for one in routed if one is not None], setting.routes.margin, stands
+    )
+
+
 def _twins(claims: Sequence[Claim]) -> list[list[Claim]]:
-    """Claims with the same prompt and the same tokens side by side: one prefill gives the states of all of them.
+    """Claims with the same prompt, tokens and routes side by side: one prefill gives the states of all of them.
 
     A policy that has learnt short answers gives the same one again and again; every proof, seed and log-probability is
     still checked for itself.
     """
-    same: dict[tuple[tuple[int, ...], bytes], list[Claim]] = {}
+    same: dict[tuple[tuple[int, ...], bytes, bytes], list[Claim]] = {}
     for claim in claims:
-        same.setdefault((claim.prompt, claim.rollout.tokens), []).append(claim)
+        same.setdefault((claim.prompt, claim.rollout.tokens, claim.rollout.routes), []).append(claim)
     return list(same.values())
 
 

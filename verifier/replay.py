@@ -15,7 +15,6 @@ tokens of one rollout in a block, H hidden.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from verifier import fused
-from verifier.blocks import BLOCK, Piece
+from verifier import blocks, fused
+from verifier.blocks import Piece
 from verifier.errors import VerifierError
 from verifier.model import PolicyModel
 
@@ -53,10 +52,9 @@ class Routed:
         return len(self.prompt) + len(self.tokens) - 1
 
     def note(self, shortfall: float, position: int, layer: int) -> None:
-        """Keep the larger one. What is no number is larger than any."""
-        if not shortfall <= self.shortfall:
-            self.shortfall = shortfall if shortfall == shortfall else math.inf
-            self.position, self.layer = position, layer
+        """Keep the larger one."""
+        if shortfall > self.shortfall:
+            self.shortfall, self.position, self.layer = shortfall, position, layer
 
 
 def states_in_blocks(
@@ -118,7 +116,7 @@ def _read(
     going.select(kept_B)
     first_B1H, begins_B1 = first_BH[kept_B][:, None], positions_BL[kept_B, -1:] + 1
     real_BC = None if real_BC is None else real_BC[kept_B]
-    at, block = 0, BLOCK
+    at, block = 0, blocks.BLOCK
     while members:
         # A token was drawn from the state of the token before it, the first one from the prompt's last.
         end = min(at + block, max(len(rollouts[i].tokens) for i in members))

@@ -221,34 +221,32 @@ class Replay:
     ) -> None:
         self._experts, self._margin = experts, margin
         self._rows = len(claimed_BLYK)
-        self._claimed_YTK = torch.from_numpy(claimed_BLYK.astype(np.int32)).flatten(0, 1).transpose(0, 1)
-        self._real_T = torch.from_numpy(np.ascontiguousarray(real_BL)).flatten()
-        self._short_YT = torch.zeros(experts.routing.layers, len(self._real_T))
+        self._claimed_TYK = torch.from_numpy(claimed_BLYK).flatten(0, 1)
+        self._real_T = torch.from_numpy(real_BL).flatten()
+        self._worst_T = torch.zeros(len(self._real_T))
+        self._layer_T = torch.zeros(len(self._real_T), dtype=torch.long)
 
     def choose(self, layer: int, output: Any) -> Any:
         """What the router of `layer` returns instead of `output` (logits, weights, experts)."""
         kind = self._experts._kinds[layer]
         logits, _, own_TK = output
         logits_TE = logits.flatten(0, -2)
-        claimed_TK = self._claimed_YTK[layer].long()
+        claimed_TK = self._claimed_TYK[:, layer].long()
         short_T = shortfalls(kind.scores(logits_TE), claimed_TK, kind.groups, kind.taken)
         follow_T = self._real_T & (short_T <= self._margin)
-        self._short_YT[layer] = short_T.masked_fill(~self._real_T, 0.0)
+        larger_T = self._real_T & ~(short_T <= self._worst_T)  # what is no number is larger than any
+        self._worst_T[larger_T] = short_T[larger_T].nan_to_num(nan=math.inf)
+        self._layer_T[larger_T] = layer
         chosen_TK = torch.where(follow_T[:, None], claimed_TK, own_TK)
         return logits, kind.weights(logits_TE, chosen_TK), chosen_TK
 
     def worst(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of each row the largest shortfall [B] (0 where all are the model's own choices; NaN is no choice at all),
-        with the column and the layer it comes first at."""
-        short_BLY = self._short_YT.t().reshape(self._rows, -1, self._experts.routing.layers).clamp(min=0)
-        flat_BN = short_BLY.flatten(1)
-        if not flat_BN.shape[1]:
-            none_B = np.zeros(self._rows, dtype=np.int64)
-            return none_B.astype(np.float32), none_B, none_B
-        largest = flat_BN.max(dim=1)
-        at_B = largest.indices.numpy()
-        layers = self._experts.routing.layers
-        return largest.values.numpy(), at_B // layers, at_B % layers
+        """Of each row the largest shortfall [B], 0 where all are the model's own choices and infinite where one is none
+        at all, with the column and the layer it comes first at."""
+        worst_BL, layer_BL = self._worst_T.reshape(self._rows, -1), self._layer_T.reshape(self._rows, -1)
+        largest = worst_BL.max(dim=1)
+        layer_B = layer_BL.gather(1, largest.indices[:, None])[:, 0]
+        return largest.values.numpy(), largest.indices.numpy(), layer_B.numpy()
 
 
 def shortfalls(scores_TE: torch.Tensor, chosen_TK: torch.Tensor, groups: int = 1, taken: int = 1) -> torch.Tensor:

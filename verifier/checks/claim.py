@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from environments.base import Environment, Task
 from protocol.errors import ReasonCode
-from protocol.manifest import Bf16Thresholds, Thresholds
+from protocol.manifest import Bf16Thresholds, RouteThresholds, Thresholds
 from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, Rollout
 from verifier.model import PolicyModel
+from verifier.replay import Routed
 from verifier.toploc import LIMBS
 
 
@@ -33,6 +34,8 @@ class Setting:
     thresholds: Thresholds
     bf16: Bf16Thresholds | None
     """Of a run with this profile; None in fp32."""
+    routes: RouteThresholds | None
+    """Of a mixture-of-experts model; None for a dense one."""
     temperature: float
     stop_tokens: frozenset[int]
     max_new_tokens: int
@@ -59,6 +62,8 @@ class Claim:
     rollout: Rollout
     tokens_N: npt.NDArray[np.int64]
     claimed_logprobs_N: npt.NDArray[np.float32]
+    routed: Routed | None = None
+    """Its routes, once they are known to be well formed, and what the prefill found of them."""
     at: int = 0
     read: int = 0
     """Sampled tokens of the blocks closed so far."""
