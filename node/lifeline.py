@@ -1,29 +1,5 @@
-"""A child that ends with its parent, and a process that ends in time when asked to.
+"""A child that ends with its parent: see `protocol.lifeline`."""
 
-Linux only: `PR_SET_PDEATHSIG` delivers SIGTERM when the parent's starting thread ends, also after kill -9.
-"""
+from protocol.lifeline import die_with_parent
 
-from __future__ import annotations
-
-import ctypes
-import os
-import signal
-import sys
-
-_PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel for SIGTERM when our parent ends; leave at once if it already has.
-
-    Args:
-        parent: its pid. Without it a parent that ended before this call can't be told from the one that inherited us.
-    """
-    if parent is None:
-        parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        sys.exit(0)
+__all__ = ["die_with_parent"]

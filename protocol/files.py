@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def cache_directory() -> Path:
+    """What can be made again, kept for this user: `$XDG_CACHE_HOME/headwater`, by default `~/.cache/headwater`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "headwater"
+
+
 def fsync_dir(path: Path) -> None:
     """Make renames and unlinks inside `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -129,13 +129,22 @@ class Archive:
             write_region(fd, 0, header)
         finally:
             os.close(fd)
+        self.write_model_files(directory)
+        aside.rename(directory / WEIGHTS_NAME)
+        return Policy(epoch, step, published.root, directory)
+
+    def write_model_files(self, directory: Path) -> None:
+        """Write the manifest's model files (configuration, tokenizer), verified on the way.
+
+        Raises:
+            PublicationError: one does not hold.
+            OSError: a file cannot be read or written.
+        """
         for file in self.run.manifest.model.files:
             data = read_bounded(self.root / "blobs" / file.digest.hex(), MAX_MODEL_FILE_BYTES)
             if blake3(data).digest() != file.digest:
                 raise PublicationError(f"published/blobs/{file.digest.hex()} is damaged", ReasonCode.HASH_MISMATCH)
             (directory / file.name).write_bytes(data)
-        aside.rename(directory / WEIGHTS_NAME)
-        return Policy(epoch, step, published.root, directory)
 
     def _note(self, record: str, error: ProtocolError) -> None:
         self._problems.append(Problem(f"published/{record}", error.code, str(error)))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trainer
 from protocol.errors import UsageError
+from protocol.files import cache_directory
 from shardcast.layout import layout_hash, layout_of_safetensors
 from trainer import mixture, sft, smollm2, tiny_base
 from verifier.model import load_policy, prompt_ids
@@ -112,9 +113,9 @@ def test_a_missing_wheel_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert smollm2.cache_directory() == tmp_path / "headwater"
+    assert cache_directory() == tmp_path / "headwater"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert smollm2.cache_directory() == Path.home() / ".cache" / "headwater"
+    assert cache_directory() == Path.home() / ".cache" / "headwater"
 
 
 @pytest.mark.heavy

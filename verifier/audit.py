@@ -26,66 +26,41 @@ what no signature binds, see "Not part of the archive" in docs/protocol.md: `key
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
-from blake3 import blake3
+import tokenizers
 
 from environments.base import Environment
 from environments.errors import EnvironmentSpecError
 from environments.registry import load
 from protocol.errors import ProtocolError, ReasonCode, UsageError
 from protocol.identity import peer_id_text
-from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, RolloutDetail
 from protocol.state import ACCEPTED, PENDING, RunState
 from shardcast.archive import Archive, open_published
 from shardcast.heads import publication_name
 from verifier.accusations import Accusation, check_accusations, check_origin
-from verifier.archive import MANIFEST, NOT_STARTED, RunArchive, SubmissionFact, VerdictFact, batch_file
+from verifier.archive import MANIFEST, NOT_STARTED, RunArchive, batch_file
 from verifier.batches import check_batches, groups_untrained
 from verifier.copies import check_copies
 from verifier.details import check_claims
 from verifier.draws import Draws
-from verifier.drops import drop_evidence
-from verifier.errors import VerifierError
+from verifier.drops_check import check_drops
 from verifier.evidence_check import check_node_evidence
-from verifier.judge import Judgement, judge_upload
-from verifier.model import PolicyModel, prompt_ids
-from verifier.profiles import load_to_verify
+from verifier.model import load_tokenizer, prompt_ids
 from verifier.promises import check_promises, read_promises
-from verifier.report import Derived, Failure, Report
+from verifier.report import Report
 from verifier.updates import check_updates
+from verifier.verdicts import Options, Progress, Verdicts
 
-_ONE_THREAD_HIDDEN = 512
-"""Models this narrow run on one thread: with two, the threads wait for each other (50 s of CPU instead of 6)."""
+__all__ = ["Options", "Progress", "audit"]
 
-WORDS = {ACCEPT: "accept", REJECT: "reject", INCONCLUSIVE: "inconclusive"}
-Progress = Callable[[int, int], None]
-"""(rollouts done, rollouts to do)."""
-
-
-@dataclass(frozen=True)
-class Options:
-    rollout: str = ""
-    """Derive only this one again, and report its numbers."""
-    fraction: float = 1.0
-    """Share of submissions whose verdicts are derived again; everything else is always checked."""
-    seed: str = ""
-    """Hex; empty draws a fresh one, so that nobody can know beforehand what will be looked at."""
-    run: bytes = b""
-    """Run id that the archive must have; empty takes whichever run it says it is."""
-    receipts: tuple[Path, ...] = ()
-    """Receipts that a node kept, to be held against the ledger."""
-    heads: tuple[Path, ...] = ()
-    """Signed tree heads that a member kept (`head.hw`)."""
+_PROMPTS_KEPT = 4096
+"""Prompts kept as token ids: the samples of one task are neighbours in a batch."""
 
 
 def audit(root: Path, options: Options, progress: Progress = lambda done, total: None) -> Report:
@@ -123,23 +98,19 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
     state = _check_rules(archive, report)
     check_promises(archive, brought, report)
     check_updates(archive, report)
-    threads = torch.get_num_threads()
-    try:
-        with tempfile.TemporaryDirectory(prefix="headwater-audit-") as scratch:
-            auditor = Auditor(archive, report, Path(scratch), options, progress)
-            auditor.check_files()
-            auditor.check_weights()
-            auditor.check_origin(accusations)
-            auditor.derive_verdicts(state)
-            check_claims(archive, report)
-            auditor.check_evidence(state)
-            check_node_evidence(archive, state, report)
-            trained = check_batches(archive, report, auditor.prompt)
-            auditor.check_unnamed()
-            check_copies(archive, auditor.published, trained, report)
-            report.groups_untrained = groups_untrained(state)
-    finally:
-        torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory(prefix="headwater-audit-") as scratch:
+        auditor = Auditor(archive, report, Path(scratch))
+        auditor.check_files()
+        auditor.check_weights()
+        auditor.check_origin(accusations)
+        auditor.check_verdicts(state, options, progress)
+        check_claims(archive, report)
+        check_drops(archive, state, report)
+        check_node_evidence(archive, state, report)
+        trained = check_batches(archive, report, auditor.prompt)
+        auditor.check_unnamed()
+        check_copies(archive, auditor.published, trained, report)
+        report.groups_untrained = groups_untrained(state)
     report.seconds = time.monotonic() - started
     return report
 
@@ -175,21 +146,16 @@ def _check_rules(archive: RunArchive, report: Report) -> RunState:
 
 
 class Auditor:
-    """Carries what the steps share: the damaged files, the loaded policy, the environments."""
+    """Carries what the steps share: the damaged files, the environments, the tokenizer."""
 
-    def __init__(
-        self, archive: RunArchive, report: Report, scratch: Path, options: Options, progress: Progress
-    ) -> None:
+    def __init__(self, archive: RunArchive, report: Report, scratch: Path) -> None:
         self.archive = archive
         self.report = report
         self.published: Archive | None = None
         self._scratch = scratch
-        self._options = options
-        self._progress = progress
         self._damaged: set[str] = set()
-        self._policy: PolicyModel | None = None
         self._environments: dict[bytes, Environment | None] = {}
-        self._details = functools.lru_cache(maxsize=4096)(self._read_details)
+        self.prompt = functools.lru_cache(maxsize=_PROMPTS_KEPT)(self._prompt)
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -229,7 +195,7 @@ class Auditor:
         gone = {index for index, _ in archive.signed_by_revoked()}
         for (epoch, step), (index, root) in self.archive.facts.policies.items():
             published = self.published.publications.get((epoch, step))
-            if published is None and not self._named(epoch, step):
+            if published is None and not self._is_named(_folder(epoch, step)):
                 self.report.fail(_folder(epoch, step), ReasonCode.RECORD_MISSING, "announced by the ledger, not there")
             elif published is not None and published.root != root:
                 stolen = index in gone or published.publication.opener in archive.chain.current.revoked_origins
@@ -258,85 +224,27 @@ class Auditor:
             else:
                 self.report.unchecked.append((name, f"{text}, or it is newer than the last seal of a run that goes on"))
 
-    def _named(self, epoch: int, step: int) -> bool:
-        """Whether the report already says what is wrong with this publication."""
+    def _is_named(self, record: str) -> bool:
+        """Whether the report already says what is wrong with this record, or with something in it."""
         known = [failure.record for failure in self.report.failures] + [record for record, _ in self.report.unchecked]
-        return any(record.startswith(_folder(epoch, step)) for record in known)
+        return any(one.startswith(record) for one in known)
 
     # --- verdicts -----------------------------------------------------------------------------------------------
 
-    def derive_verdicts(self, state: RunState) -> None:
-        """Judge the drawn submissions again, policy by policy, and compare with every verdict on them."""
-        verdicts: dict[int, list[VerdictFact]] = {}
-        for verdict in self.archive.facts.verdicts.values():
-            verdicts.setdefault(verdict.submission.index, []).append(verdict)
-        self.report.rollouts_total = sum(self.archive.facts.submissions[i].rollouts for i in verdicts)
-        drawn = self._draw(self.archive.facts.submissions[i] for i in verdicts)
-        todo = sum(fact.rollouts for fact in drawn)
-        done = 0
-        for (epoch, step), facts in itertools.groupby(drawn, key=lambda fact: (fact.lease.epoch, fact.lease.step)):
-            policy = self._load_policy(epoch, step)
-            for fact in facts:
-                judgement = self._judge(fact, policy) if policy is not None else None
-                if judgement is not None:
-                    self._compare(fact, judgement, verdicts[fact.index], state)
-                done += fact.rollouts
-                self._progress(done, todo)
-
-    def _draw(self, facts: Iterable[SubmissionFact]) -> list[SubmissionFact]:
-        """The submissions to judge again, in the order of their policies."""
-        options = self._options
-        drawn = sorted(facts, key=lambda fact: (fact.lease.epoch, fact.lease.step, fact.index))
-        if options.rollout:
-            lease = options.rollout.split(":")[0]
-            drawn = [fact for fact in drawn if fact.lease.lease_id.hex() == lease]
-            if not any(options.rollout == fact.rollout_id(i) for fact in drawn for i in range(fact.rollouts)):
-                raise UsageError(
-                    f"no rollout {options.rollout!r} with a verdict in {self.archive.root}; its id is "
-                    "<lease id>:<task>:<sample>"
-                )
-        elif options.fraction < 1:
-            seed = bytes.fromhex(options.seed) if options.seed else os.urandom(8)
-            self.report.fraction, self.report.seed = options.fraction, seed.hex()
-            bound = int(options.fraction * 2**64)
-            drawn = [
-                fact for fact in drawn if int.from_bytes(blake3(seed + fact.lease.lease_id).digest(8), "big") < bound
-            ]
-        return drawn
-
-    def _load_policy(self, epoch: int, step: int) -> PolicyModel | None:
-        """The published weights of a step, or None when they can't be had (then the reason is in the report)."""
-        if self.published is None:
-            return None
-        try:
-            with tempfile.TemporaryDirectory(dir=self._scratch) as into:
-                published = self.published.materialise(epoch, step, Path(into))
-                if self._policy is None:
-                    profile = self.archive.run.manifest.profile
-                    self._policy = load_to_verify(published.directory, profile, root=published.root)
-                    if self._policy.hidden <= _ONE_THREAD_HIDDEN:
-                        torch.set_num_threads(1)
-                else:
-                    self._policy.load_weights(published.directory, root=published.root)
-        except (ProtocolError, OSError) as exc:
-            if not self._named(epoch, step):
-                self.report.unchecked.append((_folder(epoch, step), f"the verdicts on this policy's rollouts: {exc}"))
-            return None
-        return self._policy
-
-    def _judge(self, fact: SubmissionFact, policy: PolicyModel) -> Judgement | None:
-        if fact.file in self._damaged:
-            return None
-        environment = self._environment(fact.lease.environment)
-        if environment is None:
-            return None
-        try:
-            blob = self.archive.submission(fact)
-            run = self.archive.rules(fact.lease)
-            return judge_upload(run, fact.lease, blob, fact.intent.raw_length, policy, environment)
-        except VerifierError as exc:
-            self.report.unchecked.append((f"submission/{fact.index}", str(exc)))
-        return None
+    def check_verdicts(self, state: RunState, options: Options, progress: Progress) -> None:
+        """Derive the drawn verdicts again."""
+        verdicts = Verdicts(
+            self.archive,
+            self.published,
+            self.report,
+            options,
+            environment=self._environment,
+            damaged=frozenset(self._damaged),
+            named=self._is_named,
+            scratch=self._scratch,
+            progress=progress,
+        )
+        verdicts.check(state)
 
     def _environment(self, digest: bytes) -> Environment | None:
         if digest not in self._environments:
@@ -350,119 +258,22 @@ class Auditor:
                 self.report.unchecked.append((f"environment/{digest.hex()[:16]}", str(exc)))
         return self._environments[digest]
 
-    def _compare(
-        self, fact: SubmissionFact, judgement: Judgement, verdicts: list[VerdictFact], state: RunState
-    ) -> None:
-        """Hold every stored verdict on one submission against what was derived."""
-        only = self._options.rollout
-        positions = [i for i in range(fact.rollouts) if not only or fact.rollout_id(i) == only]
-        known = [i for i in positions if judgement.outcomes[i].outcome != INCONCLUSIVE]
-        for i in set(positions) - set(known):
-            why = f"this machine could not decide: {judgement.outcomes[i].reason}"
-            self.report.unchecked.append((f"rollout/{fact.rollout_id(i)}", why))
-        wrong: set[int] = set()
-        for verdict in verdicts:
-            wrong |= self._compare_one(verdict, judgement, known)
-        self.report.rollouts_checked += len(known)
-        self.report.rollouts_held += len(known) - len(wrong)
-        decided = state.submissions.get(fact.index)
-        if decided is not None:
-            self.report.accepted_checked += sum(decided.outcomes[i].status == ACCEPTED for i in known)
-        if only:
-            self.report.derived += [
-                Derived(
-                    rollout=only,
-                    outcome=WORDS[judgement.outcomes[i].outcome],
-                    reason=judgement.outcomes[i].reason,
-                    numbers={n.name: n.value for n in judgement.details[i].numbers},
-                    verdicts={v.record: WORDS.get(v.verdict.outcomes[i].outcome, "nothing") for v in verdicts},
-                )
-                for i in positions
-            ]
-
-    def _compare_one(self, fact: VerdictFact, judgement: Judgement, positions: list[int]) -> set[int]:
-        """The positions one verdict is wrong about. An inconclusive one claims nothing."""
-        details = self.archive.details(fact).rollouts if fact.file not in self._damaged else None
-        wrong: dict[int, str] = {}
-        for i in positions:
-            said, ours = fact.verdict.outcomes[i], judgement.outcomes[i]
-            if said.outcome == INCONCLUSIVE:
-                self.report.decided_here[peer_id_text(fact.validator)] += 1
-                continue
-            if said.outcome != ours.outcome:
-                wrong[i] = f"says {WORDS.get(said.outcome, 'nothing')}, but it is {WORDS[ours.outcome]} ({ours.reason})"
-            elif said.outcome == ACCEPT and details is not None:
-                bound = self.archive.rules(fact.submission.lease).manifest.thresholds.logprob
-                text = _differs(details[i] if i < len(details) else None, judgement.details[i], bound)
-                if text:
-                    wrong[i] = text
-        if wrong:
-            first = min(wrong)
-            numbers = {n.name: n.value for n in judgement.details[first].numbers}
-            ids = tuple(fact.submission.rollout_id(i) for i in sorted(wrong))
-            text = f"{wrong[first]}; {len(wrong)} of {len(positions)} rollouts, the first is {ids[0]}"
-            self.report.failures.append(Failure(fact.record, ReasonCode.VERDICT_WRONG, text, ids, numbers))
-        return set(wrong)
-
-    # --- evidence -----------------------------------------------------------------------------------------------
-
-    def check_evidence(self, state: RunState) -> None:
-        """Compute again every number that suspended a key for keeping results back."""
-        for index, said in self.archive.facts.drops.items():
-            try:
-                ours = drop_evidence(state, said.key, functools.partial(self._seen, state), said.upto)
-            except (ProtocolError, OSError) as exc:
-                self.report.unchecked.append((f"ledger/{index}", f"rests on rewards that can't be read: {exc}"))
-                continue
-            exact = (said.lost, said.returned) == (ours.lost, ours.returned)
-            close = all(
-                math.isclose(getattr(said, name), getattr(ours, name), rel_tol=1e-6, abs_tol=1e-9)
-                for name in ("log_e", "lost_mean", "returned_mean")
-            )
-            if not exact or not close:
-                self.report.fail(
-                    f"ledger/{index}",
-                    ReasonCode.VERDICT_WRONG,
-                    f"says {said.lost} lost, {said.returned} returned, log e {said.log_e:.4g}, but it is {ours.lost}, "
-                    f"{ours.returned}, {ours.log_e:.4g}",
-                )
-
-    def _seen(self, state: RunState, submission: int, rollout: int) -> tuple[float, int] | None:
-        """(reward, sampled tokens) of an accepted rollout."""
-        index = state.submissions[submission].outcomes[rollout].verdict
-        known = self._details(index) if index is not None else ()
-        return known[rollout] if rollout < len(known) else None
-
-    def _read_details(self, index: int) -> tuple[tuple[float, int], ...]:
-        fact = self.archive.facts.verdicts.get(index)
-        if fact is None:
-            return ()
-        return tuple((one.reward, len(one.logprobs) // 4) for one in self.archive.details(fact).rollouts)
-
     # --- prompts ------------------------------------------------------------------------------------------------
 
-    def prompt(self, environment: bytes, task: int) -> bytes | None:
+    def _prompt(self, environment: bytes, task: int) -> bytes | None:
         """A task's prompt as token ids, u32 little-endian; None when tokenizer or environment can't be had."""
-        known = self._environment(environment)
-        policy = self._policy or self._any_policy()
-        if known is None or policy is None:
+        known, tokenizer = self._environment(environment), self._tokenizer
+        if known is None or tokenizer is None:
             return None
-        return np.asarray(prompt_ids(policy.tokenizer, known.task(task).prompt), dtype="<u4").tobytes()
+        return np.asarray(prompt_ids(tokenizer, known.task(task).prompt), dtype="<u4").tobytes()
 
-    def _any_policy(self) -> PolicyModel | None:
-        for epoch, step in self.archive.facts.policies:
-            if self._load_policy(epoch, step) is not None:
-                break
-        return self._policy
-
-
-def _differs(said: RolloutDetail | None, ours: RolloutDetail, bound: float) -> str:
-    """What is wrong with the numbers an accepting validator handed to the learner; empty when nothing is."""
-    if said is None or len(said.logprobs) != len(ours.logprobs):
-        return "its details do not hold one log-probability per token"
-    if said.reward != ours.reward:
-        return f"its details give reward {said.reward:g}, but it is {ours.reward:g}"
-    difference = np.abs(np.frombuffer(said.logprobs, "<f4") - np.frombuffer(ours.logprobs, "<f4"))
-    if len(difference) and not float(difference.max()) <= bound:
-        return f"its details are off by {float(difference.max()):.3g} in a log-probability"
-    return ""
+    @functools.cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer | None:
+        """The run's, as published; None when it does not hold, which `check_weights` names."""
+        if self.published is None:
+            return None
+        try:
+            self.published.write_model_files(self._scratch)
+            return load_tokenizer(self._scratch)
+        except (ProtocolError, OSError):
+            return None

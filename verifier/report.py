@@ -90,6 +90,8 @@ class Report:
     """Of those, rollouts whose verdicts were derived again."""
     rollouts_held: int = 0
     """Of those, rollouts all of whose verdicts are the same again."""
+    rollouts_resumed: int = 0
+    """Of those checked, rollouts that an earlier, interrupted audit of the same archive had derived."""
     accepted_total: int = 0
     accepted_checked: int = 0
     rollouts_pending: int = 0
@@ -116,6 +118,8 @@ class Report:
     unchecked: list[tuple[str, str]] = field(default_factory=list)
     """(record, why it could not be checked)."""
     derived: list[Derived] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the auditor should know about how it went; nothing in it speaks of the run."""
     seconds: float = 0.0
 
     def fail(self, record: str, reason: ReasonCode, message: str) -> None:
@@ -144,6 +148,7 @@ class Report:
                 "rollouts_total",
                 "rollouts_checked",
                 "rollouts_held",
+                "rollouts_resumed",
                 "accepted_total",
                 "accepted_checked",
                 "rollouts_pending",
@@ -161,6 +166,7 @@ class Report:
         out["failures"] = [failure.to_json() for failure in self.failures]
         out["unchecked"] = [{"record": record, "why": why} for record, why in self.unchecked]
         out["derived"] = [vars(derived) for derived in self.derived]
+        out["notes"] = self.notes
         out["seconds"] = round(self.seconds, 3)
         return out
 
@@ -169,6 +175,10 @@ class Report:
         out = [self._which_run(), *(self._counts() if self.examined else [])]
         if self.seed:
             out.append(f"a share of {self.fraction:g} was drawn; draw the same again with --seed {self.seed}")
+        if self.rollouts_resumed:
+            resumed = several(self.rollouts_resumed, "rollout")
+            out.append(f"went on with an interrupted audit, which had derived {resumed}")
+        out += [f"NOTE  {note}" for note in self.notes]
         for item in self.derived:
             numbers = ", ".join(f"{name} {value:.6g}" for name, value in item.numbers.items())
             out.append(f"{item.rollout}: {item.outcome} ({item.reason}) {numbers}")
