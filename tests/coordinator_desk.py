@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zstandard
@@ -24,6 +24,7 @@ from protocol.clock import Clock
 from protocol.control import Member
 from protocol.envelope import parse, seal
 from protocol.identity import load_identity
+from protocol.manifest import EvidenceRow
 from protocol.records import (
     ACCEPT,
     JobDrawn,
@@ -57,12 +58,19 @@ Spoil = Callable[[RolloutDetail], RolloutDetail]
 class Desk:
     """One coordinator object; nothing listens, nothing runs beside the test."""
 
-    def __init__(self, run_dir: Path, steps: int = 9, validators: int = 2, **overrides: object) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        steps: int = 9,
+        validators: int = 2,
+        evidence: Sequence[EvidenceRow] = (),
+        **overrides: object,
+    ) -> None:
         self.run_dir = run_dir
         if not (run_dir / "run.toml").exists():
             values = SMALL | {key.replace("__", "."): value for key, value in overrides.items()}
             admitted = [actor_identity(f"validator-{i}").public for i in range(validators)]
-            make_run(run_dir, steps=steps, thresholds=NOISE, validators=admitted, overrides=values)
+            make_run(run_dir, steps=steps, thresholds=NOISE, validators=admitted, overrides=values, evidence=evidence)
         self.seconds = 0.0
         self.clock_ahead_ms = 0
         """Ahead of the machine's clock, from the next `open` on."""

@@ -31,6 +31,7 @@ from protocol.limits import MAX_MODEL_FILE_BYTES, PROTOCOL_VERSION
 from protocol.manifest import (
     MANIFEST_KIND,
     EnvironmentSpec,
+    EvidenceRow,
     ModelFile,
     ModelSpec,
     Run,
@@ -44,6 +45,7 @@ from protocol.manifest import (
 )
 from trainer import config as run_config
 from trainer.presets import Preset, environment_names, preset
+from verifier.evidence_rows import fp32_rows
 
 CENTURY_MS = 100 * 365 * 86_400_000
 """Lifetime of the manifest's envelope: a run is audited long after it ended."""
@@ -85,6 +87,7 @@ def make_run(
     relays: Sequence[bytes] = (),
     overrides: Mapping[str, Any] | None = None,
     thresholds: Thresholds | None = None,
+    evidence: Sequence[EvidenceRow] | None = None,
 ) -> Run:
     """Make a run directory that `trainer serve`, `trainer learn` and `shardcast publish` can start from.
 
@@ -98,6 +101,7 @@ def make_run(
         validators, relays: public keys (32 bytes) the operator admits.
         overrides: dotted keys and values, `leases.*` and `sampling.*` of the manifest or any key of run.toml.
         thresholds: honest noise measured elsewhere; by default the preset's, as checked in.
+        evidence: what is summed up over a node's rollouts; by default what follows from the honest noise.
 
     Returns:
         The run, with its id and the manifest's envelope.
@@ -148,6 +152,7 @@ def make_run(
         allow_private=True,
         contact="whoever started this run",
         privacy="Prompts and rollouts are readable by the operator, the validators and whoever gets the archive.",
+        evidence=fp32_rows(thresholds) if evidence is None else tuple(evidence),
     )
     run_id = run_id_of(manifest)
     envelope = seal(
