@@ -23,6 +23,7 @@ _EPILOG = """examples:
   verifier audit runs/first                    check everything; nothing is written there
   verifier audit runs/first --run hw1...       and that it is the run whose share code you hold
   verifier audit runs/first --fraction 0.1     a tenth of the rollouts, all of the rest
+                                               (stopped? the same command goes on)
   verifier explain token-not-forced            what a rejection means, and what to do"""
 
 
@@ -81,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--rollout", default="", metavar="ID", help="derive only this one: <lease id>:<task>:<sample>")
     sub.add_argument("--fraction", type=_share, default=1.0, metavar="P", help="share of submissions to derive again")
     sub.add_argument("--seed", type=_hex, default="", metavar="HEX", help="with --fraction: repeat an earlier draw")
+    sub.add_argument(
+        "--jobs", type=_count, default=0, metavar="N", help="processes (default: one a core, if memory allows)"
+    )
+    sub.add_argument(
+        "--state", type=Path, metavar="FILE", help="keep what is derived here until done (default: a cache)"
+    )
 
     sub = add("ledger", _ledger, "list a run's ledger", "verifier ledger runs/first | less")
     sub.add_argument("path", type=Path, metavar="PATH", help="run directory, or its ledger folder")
@@ -113,6 +120,12 @@ def _share(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes: give 1 to 1024")
+    return int(text)
+
+
 def _hex(text: str) -> str:
     try:
         bytes.fromhex(text)
@@ -130,7 +143,17 @@ def _audit(args: argparse.Namespace) -> int:
     with bar("checking", "rollouts", quiet=args.json) as progress:  # before the imports, which take seconds
         from verifier.audit import Options, audit
 
-        options = Options(args.rollout, args.fraction, args.seed, run, tuple(args.receipt), tuple(args.head))
+        options = Options(
+            rollout=args.rollout,
+            fraction=args.fraction,
+            seed=args.seed,
+            run=run,
+            receipts=tuple(args.receipt),
+            heads=tuple(args.head),
+            jobs=args.jobs,
+            resume=True,
+            state=args.state,
+        )
         report = audit(args.path, options, progress)
     _print(json.dumps(report.to_json()) if args.json else "\n".join(report.lines()))
     return report.exit_code
