@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,13 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from tests.judge_rig import TINY
+from environments.registry import make
+from protocol.envelope import seal
+from protocol.identity import Identity
+from protocol.manifest import MANIFEST_KIND, RouteThresholds, open_manifest, run_id_of
+from tests.judge_rig import TINY, Rig, make_rig
 from verifier.model import PolicyModel, load_policy
+from verifier.routes import Experts
 
 FAMILIES = ("qwen3", "glm4", "glm4-groups")
 
@@ -64,3 +72,50 @@ def save_policy(model: Any, directory: Path, dtype: torch.dtype = torch.float32)
 
 def moe_policy(directory: Path, family: str, seed: int, **other: Any) -> PolicyModel:
     return load_policy(save_policy(moe_model(family, seed, **other), directory))
+
+
+MARGIN = 5e-5
+"""What `route_noise.measure` gives for these models, about (docs/decisions/021-routes.md)."""
+
+
+def moe_rig(policy: PolicyModel, *, tasks: int, samples: int, cap: int, margin: float = MARGIN) -> Rig:
+    """A run whose manifest has the policy's experts, a lease and the honest answer to it."""
+    rig = make_rig(policy, make("word"), tasks, samples, cap, (1,))
+    return with_margin(rig, margin)
+
+
+def with_margin(rig: Rig, margin: float) -> Rig:
+    """The same, but for the manifest's margin. Another manifest is another run, with other seeds."""
+    assert rig.policy.experts is not None
+    manifest = dataclasses.replace(
+        rig.run.manifest,
+        model=dataclasses.replace(rig.run.manifest.model, max_context=512, routing=rig.policy.experts.routing),
+        routes=RouteThresholds(margin, 0, 0, 0.0, 0.0, "test"),
+    )
+    root = Identity.from_seed(b"a" * 32)
+    envelope = seal(root, MANIFEST_KIND, manifest, run=run_id_of(manifest), sequence=1, issued_at=1)
+    run = open_manifest(envelope.raw)
+    other = dataclasses.replace(rig, run=run, lease=dataclasses.replace(rig.lease, manifest=run.id))
+    other.honest = other.answer()
+    return other
+
+
+def forging(model: Any, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> Any:
+    """A copy that goes through the experts `choose(layer, logits [T, E])` [T, K] names, weighted as its routers would.
+
+    Everything it decodes, proves and records follows from them: a forger who re-makes all of it.
+    """
+    copy_of = copy.deepcopy(model)
+    experts = Experts.of(copy_of)
+    assert experts is not None
+
+    def hook(layer: int, kind: Any) -> Callable[[Any, Any, Any], Any]:
+        def forge(module: Any, inputs: Any, output: Any) -> Any:
+            chosen = choose(layer, output[0].flatten(0, -2))
+            return output[0], kind.weights(output[0].flatten(0, -2), chosen), chosen
+
+        return forge
+
+    for layer, (gate, kind) in enumerate(zip(experts._gates, experts._kinds, strict=True)):
+        gate.register_forward_hook(hook(layer, kind))
+    return copy_of

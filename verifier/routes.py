@@ -169,6 +169,17 @@ class Experts:
             yield recording
 
     @contextmanager
+    def scored(self) -> Iterator[list[torch.Tensor]]:
+        """Collect what experts are ranked by in one pass inside: [T, E] a layer, in order."""
+        scores: list[torch.Tensor] = []
+
+        def collect(layer: int, output: Any) -> None:
+            scores.append(self._kinds[layer].scores(output[0].flatten(0, -2)))
+
+        with self._hooked(collect):
+            yield scores
+
+    @contextmanager
     def replayed(
         self, claimed_BLYK: npt.NDArray[Any], real_BL: npt.NDArray[np.bool_], margin: float
     ) -> Iterator[Replay]:

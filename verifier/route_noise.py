@@ -1,0 +1,120 @@
+"""Where honest noise of routers ends: from a measurement to the `RouteThresholds` of a run's manifest.
+
+    margin    max(2e-5, 5 x honest), never above 1e-3
+    honest    the larger of: the largest shortfall of an honest engine's choice, and twice the largest difference of one
+              score between two honest ways to compute it
+
+Shortfalls alone say little: one shows only where two experts happen to be level, in one choice of some ten thousand.
+If every score is off by at most e, though, no honest choice falls short by more than 2 e. So the scores themselves are
+compared, over the same rollouts and through the same experts: all columns at once and one by one, side by side and row
+by row. A choice within the margin is free, so the ceiling bounds what a node may steer by it: with 3 (logits) to 20
+(sigmoids) level pairs per unit of score one choice in 300 to 50 at the ceiling, one in 15,000 to 2,500 at the floor.
+
+Not covered: asking an engine for rollouts (`calibrate`), what is decided by the margin (`checks.routes`).
+
+Shape suffixes: B rows, L columns, P positions, Y expert layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from protocol.manifest import RouteThresholds
+from verifier import fused, replay
+from verifier.errors import CalibrationError, VerifierError
+from verifier.model import PolicyModel
+from verifier.replay import Routed
+from verifier.thresholds import SAFETY
+
+MARGIN_FLOOR, MARGIN_CEILING = 2e-5, 1e-3
+
+
+def route_thresholds(
+    *, model: str, machine: str, rollouts: int, choices: int, shortfall: float, scores: float
+) -> RouteThresholds:
+    """A run's thresholds.
+
+    Args:
+        choices: tokens times layers behind the other two; shortfall, scores: see above.
+
+    Raises:
+        CalibrationError: nothing was measured, or honest noise is too close to a bound that may not move.
+    """
+    margin = SAFETY * max(shortfall, 2 * scores)
+    margin = margin if not margin < MARGIN_FLOOR else MARGIN_FLOOR  # a NaN stays one, and is refused
+    if rollouts < 1 or choices < 1:
+        raise CalibrationError("a measurement without rollouts says nothing")
+    if not margin <= MARGIN_CEILING:
+        raise CalibrationError(
+            f"honest noise of {model}'s routers is too high: with its safety factor it is {margin:.3g} and may be at "
+            f"most {MARGIN_CEILING:.3g}. Compute in float32 with TF32 off, or leave this engine, device or model out"
+        )
+    return RouteThresholds(margin, rollouts, choices, shortfall, scores, machine)
+
+
+def measure(policy: PolicyModel, rollouts: Sequence[Routed], *, model: str, machine: str) -> RouteThresholds:
+    """Measure an honest engine's rollouts, with the routes it recorded, and take a run's thresholds from it.
+
+    Raises:
+        CalibrationError: see `route_thresholds`. VerifierError: see `replay.states_in_blocks`.
+    """
+    for _ in replay.states_in_blocks(policy, rollouts, MARGIN_CEILING, lambda _: True):
+        pass
+    return route_thresholds(
+        model=model,
+        machine=machine,
+        rollouts=len(rollouts),
+        choices=sum(rollout.routes_PYK.shape[0] * rollout.routes_PYK.shape[1] for rollout in rollouts),
+        shortfall=max((rollout.shortfall for rollout in rollouts), default=math.nan),
+        scores=score_noise(policy, rollouts),
+    )
+
+
+def score_noise(policy: PolicyModel, rollouts: Sequence[Routed]) -> float:
+    """Largest difference of one score between computing everything at once, row by row, and column by column."""
+    largest = 0.0
+    whole = _scores(policy, rollouts)
+    rows = [_scores(policy, [rollout])[0] for rollout in rollouts]
+    for other in (rows, _scores(policy, rollouts, width=1)):
+        for ours, theirs in zip(whole, other, strict=True):
+            difference = float((ours - theirs).abs().max())
+            largest = difference if not difference <= largest else largest
+    return largest
+
+
+def _scores(policy: PolicyModel, rollouts: Sequence[Routed], width: int | None = None) -> list[torch.Tensor]:
+    """What the routers rank by at each position, [P, Y, E] a rollout, `width` columns at a time."""
+    experts = policy.experts
+    if experts is None:
+        raise VerifierError("this policy has no experts")
+    longest = max((rollout.positions for rollout in rollouts), default=0)
+    ids_BL = np.zeros((len(rollouts), longest), dtype=np.int64)
+    claimed_BLYK = experts.empty(len(rollouts), longest)
+    claimed_BLYK[...] = 0
+    real_BL = np.zeros((len(rollouts), longest), dtype=np.bool_)
+    for row, rollout in enumerate(rollouts):
+        count = rollout.positions
+        ids_BL[row, :count] = np.concatenate([np.asarray(rollout.prompt), rollout.tokens[:-1]])
+        claimed_BLYK[row, :count], real_BL[row, :count] = rollout.routes_PYK, True
+    going = fused.start(policy.model, longest)
+    parts = []
+    for begin in range(0, longest, width or longest):
+        at = slice(begin, min(longest, begin + (width or longest)))
+        positions_BL = torch.arange(at.start, at.stop).expand(len(rollouts), -1)
+        with (
+            experts.scored() as scored,
+            experts.replayed(claimed_BLYK[:, at].copy(), real_BL[:, at].copy(), MARGIN_CEILING),
+        ):
+            going.run(torch.from_numpy(ids_BL[:, at].copy()), positions_BL, None)
+        parts.append(torch.stack(scored, dim=1).reshape(len(rollouts), at.stop - at.start, *_shape(policy)))
+    scores_BLYE = torch.cat(parts, dim=1)
+    return [scores_BLYE[row, : rollout.positions] for row, rollout in enumerate(rollouts)]
+
+
+def _shape(policy: PolicyModel) -> tuple[int, int]:
+    assert policy.experts is not None
+    return policy.experts.routing.layers, policy.experts.routing.experts
