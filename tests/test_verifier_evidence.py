@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol import codec
+from protocol.chain import Revocation, RunUpdate
 from protocol.errors import ManifestError
 from protocol.manifest import EvidenceRow, Thresholds, check_evidence
-from protocol.records import ACCEPT, REJECT, Number, Outcome, RolloutDetail, VerdictDetails
+from protocol.records import ACCEPT, REJECT, NodeEvidence, Number, Outcome, RolloutDetail, VerdictDetails
 from protocol.state import SubmissionState, VerdictState
 from verifier.evidence import Cusum, counted, log_factors
 from verifier.evidence_rows import FALSE_BANS_A_DAY, ROLLOUTS_A_DAY, Noise, bf16_rows, fp32_rows
@@ -207,3 +211,17 @@ def test_every_statistic_of_any_numbers_is_finite_and_not_negative(claims):
     ]
     for statistic in ("margin_rate", "not_first_rate", "margin_reward", "reward_claimed"):
         assert all(0 <= x < math.inf for x in values(statistic, rollouts))
+
+
+def test_the_vectors_of_the_specification_are_true():
+    text = (Path(__file__).resolve().parent.parent / "docs" / "protocol.md").read_text()
+    gone = (Revocation(b"\x06" * 32, 900, "stolen"),)
+    update = RunUpdate(previous=b"\x11" * 32, number=1, revocations=gone, lowest_version=0x0100, note="n")
+    names = ("precision", "mantissa_mean")
+    for record in (
+        NodeEvidence(b"\x05" * 32, *names, 900, 64, 3, 31.5, 40.25, 2.5),
+        EvidenceRow(*names, 4.0, 1.5, 0.75, 31.5, 200, 1.25),
+        update,
+    ):
+        assert f"`{codec.encode(record).hex()}`" in text
+    assert f"`{blake3(codec.encode(update)).hexdigest()}`" in text
