@@ -52,6 +52,12 @@ def at_least(goal: str, target: float, measured: float, samples: Sequence[float]
     return Goal(goal, target, round(measured, 4), measured >= target, rounded, machine())
 
 
+def at_most(goal: str, target: float, measured: float, samples: Sequence[float] = ()) -> Goal:
+    """A goal that holds when `measured` is at most `target`."""
+    rounded = tuple(round(sample, 4) for sample in samples or (measured,))
+    return Goal(goal, target, round(measured, 4), measured <= target, rounded, machine())
+
+
 def machine() -> str:
     """Processor, cores we may use, memory, system, Python; and the load when asked, since others may share it."""
     model = next(

@@ -18,15 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contract import CouldNotRunError, Goal, at_least, machine, run
+from benchmarks.contract import CouldNotRunError, Goal, at_least, at_most, run
 
 KINDS = ("quantised", "small-model", "reward", "replay")
 SEEDS = (0, 1, 2)
-
-
-def at_most(goal: str, target: float, measured: float) -> Goal:
-    """A goal that holds when `measured` is at most `target`."""
-    return Goal(goal, target, round(measured, 4), measured <= target, (round(measured, 4),), machine())
 
 
 def _command(*words: str, deadline_s: float) -> tuple[int, dict[str, Any]]:
