@@ -65,6 +65,7 @@ bench-peers: .peers/toploc/.installed
 
 # Longer lines of acceptance than CI has time for; their dated results are in docs/results/.
 soak: install
+	$(UV) pip install $(QUIET) --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/python -m benchmarks.demo --part tiny,smollm2 --json
 
