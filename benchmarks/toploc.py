@@ -40,7 +40,7 @@ import torch
 
 from benchmarks.contract import CouldNotRunError, Goal, at_least, run
 from tests import toploc_states
-from verifier import toploc
+from verifier import field, points, toploc
 
 U16 = npt.NDArray[np.uint16]
 
@@ -152,22 +152,50 @@ def compare(hidden: int, chunks: int, other: Peer) -> tuple[int, int, int]:
         moved_NH = toploc_states.moved(bits_NH, first)
         ours = toploc.build_proofs(toploc_states.floats(bits_NH), limbs=1)
         theirs, _ = other.build(bits_NH)
-        (of_theirs,) = toploc.verify_many_bf16([toploc_states.floats(moved_NH)], [theirs])
+        own_NH = toploc_states.floats(moved_NH)
+        of_theirs = without_sign(own_NH, theirs)
+        (with_sign,) = toploc.verify_many_bf16([own_NH], [theirs])
         by_tensor, _ = other.verify(moved_NH, ours, "tensor")
         by_list, _ = other.verify(moved_NH, ours, "list")
-        for mine, its, stats, tensor, listed in zip(ours, theirs, of_theirs, by_tensor, by_list, strict=True):
+        for i, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
             modulus = int.from_bytes(its[:2], "big")
-            same = mine == its and agrees(stats, tensor, median=False)
-            alike += same and (modulus < toploc_states.P or agrees(stats, listed, median=True))
+            # what we count beyond the package's exponents is points of another sign, which it doesn't look at
+            more = with_sign[i].exponents - by_tensor[i].exponents
+            same = mine == its and of_theirs[i].agrees(by_tensor[i], median=False) and more == of_theirs[i].signs
+            alike += same and (modulus < toploc_states.P or of_theirs[i].agrees(by_list[i], median=True))
             smaller += same and modulus < toploc_states.P
     return alike, smaller, chunks
 
 
-def agrees(ours: toploc.Bf16Stats, its: Checked, median: bool) -> bool:
-    """Whether both say the same. Where no exponent agrees the package says 2^64, and we infinity."""
-    mean = min(ours.mantissa_mean, 2.0**64)
-    near = abs(mean - its.mean) <= 1e-6 * max(1.0, mean)
-    return ours.exponents == its.exponents and near and (not median or min(ours.mantissa_median, 2.0**64) == its.median)
+@dataclass(frozen=True)
+class WithoutSign:
+    """One chunk's statistics by the package's rule, and how many points only our rule counts: their sign differs."""
+
+    exponents: int
+    mean: float
+    median: float
+    signs: int
+
+    def agrees(self, its: Checked, median: bool) -> bool:
+        near = abs(self.mean - its.mean) <= 1e-6 * max(1.0, self.mean)
+        return self.exponents == its.exponents and near and (not median or self.median == its.median)
+
+
+def without_sign(own_NH: npt.NDArray[np.float32], proofs: Sequence[bytes]) -> list[WithoutSign]:
+    """The statistics again, point by point from our own polynomials, blind to signs as the package is."""
+    found = [WithoutSign(0, 0.0, 0.0, 0)] * len(proofs)
+    for group in points.largest([own_NH], 1):
+        for (_, chunk), index_K, own_K in zip(group.where, group.index_CK, group.bits_CK, strict=True):
+            modulus, coefficients = toploc.parse_proof(proofs[chunk], len(own_NH[:ROWS]) * own_NH.shape[1], limbs=1)
+            claimed = field.evaluate(coefficients[None].astype(np.float64), index_K[None] % modulus)
+            claimed_K = claimed[0, 0].astype(np.uint32)
+            same_K = (own_K ^ claimed_K) & 0x7F80 == 0
+            signs = int((same_K & ((own_K ^ claimed_K) & 0x8000 != 0) & ((own_K | claimed_K) & 0x7FFF != 0)).sum())
+            apart = np.abs((own_K & 127).astype(int) - (claimed_K & 127).astype(int))[same_K].tolist()
+            mean = statistics.mean(apart) if apart else 2.0**64
+            median = statistics.median(apart) if apart else 2.0**64
+            found[chunk] = WithoutSign(int((~same_K).sum()), mean, median, signs)
+    return found
 
 
 # --- cost ----------------------------------------------------------------------------------------------------------

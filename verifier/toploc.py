@@ -128,7 +128,7 @@ def parse_proof(proof: bytes, values: int, limbs: int = 2) -> tuple[int, U32]:
     if not lowest <= modulus <= PROOF_MODULUS_MAX:
         raise ProofError(f"modulus {modulus} is outside [{lowest}, {PROOF_MODULUS_MAX}]")
     coefficients = np.frombuffer(proof, dtype=">u2", offset=2).astype(np.uint32)
-    if int(coefficients.max()) >= PROOF_MODULUS_MAX:
+    if int(coefficients.max(initial=0)) >= PROOF_MODULUS_MAX:
         raise ProofError(f"coefficient {int(coefficients.max())} is outside the field of {PROOF_MODULUS_MAX}")
     return modulus, coefficients.reshape(limbs, count)
 
