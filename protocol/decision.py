@@ -17,13 +17,16 @@ A tie is between two validators of which one is wrong, so neither can keep the o
 inconclusive at once when nobody else is present, and when the third one did not answer for `TIE_LEASES` lease durations
 (`tie.lapsed`): a run with two validators, or one whose third vanished, does not hang on it.
 
+The verdict of a validator that was found to be wrong is void (`distrust`): it counts as if it was never given, and its
+round is no longer one of the three.
+
 Not covered: who is drawn (`draws`), what a decision means for the owner (`state`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from protocol import draws
 from protocol.errors import LedgerError
@@ -52,12 +55,15 @@ node in probation, which has one lease at a time, idle for longer over somebody 
 
 def weigh(submission: SubmissionState) -> tuple[RolloutOutcome, ...]:
     """What the verdicts so far say of each rollout; PENDING where another round could still settle it."""
-    verdicts = sorted(submission.verdicts.values(), key=lambda state: state.index)
-    if not verdicts:
+    verdicts = sorted(standing(submission), key=lambda state: state.index)
+    if not verdicts and not submission.kept:
         return (RolloutOutcome(),) * len(submission.outcomes)
     said: dict[tuple[Outcome, ...], RolloutOutcome] = {}  # most rollouts of a lease are told the same
     weighed = []
     for position in range(len(submission.outcomes)):
+        if position in submission.kept:
+            weighed.append(submission.kept[position])
+            continue
         words = tuple(state.verdict.outcomes[position] for state in verdicts)
         outcome = said.get(words)
         if outcome is None:
@@ -66,9 +72,19 @@ def weigh(submission: SubmissionState) -> tuple[RolloutOutcome, ...]:
     return tuple(weighed)
 
 
+def standing(submission: SubmissionState) -> list[VerdictState]:
+    """The verdicts that count."""
+    return [state for number, state in submission.verdicts.items() if number not in submission.void]
+
+
+def last_round(submission: SubmissionState) -> int:
+    """The last round that may be drawn for it."""
+    return ROUNDS + len(submission.void)
+
+
 def _may_settle(submission: SubmissionState) -> bool:
     """Whether a tie still waits for its third validator."""
-    return not submission.tie_over and ROUNDS not in submission.verdicts
+    return not submission.tie_over and last_round(submission) not in submission.verdicts
 
 
 def _weigh_one(verdicts: list[VerdictState], position: int, may_settle: bool) -> RolloutOutcome:
@@ -104,14 +120,14 @@ def contested(submission: SubmissionState) -> str:
 
 def tied(submission: SubmissionState) -> bool:
     """Whether a rollout has a REJECT and an ACCEPT and waits for a third validator, with no job open."""
-    if submission.open_rounds or len(submission.verdicts) < 2:
+    if submission.open_rounds or len(standing(submission)) < 2:
         return False
     return any(said == {ACCEPT, REJECT} for _, said in _open(submission))
 
 
 def _open(submission: SubmissionState) -> Iterator[tuple[RolloutOutcome, set[int]]]:
     """Of each rollout that is open: what `weigh` says, and what its verdicts said either way."""
-    heard = [state.verdict.outcomes for state in submission.verdicts.values()]
+    heard = [state.verdict.outcomes for state in standing(submission)]
     if not any(outcome.outcome == REJECT for outcomes in heard for outcome in outcomes):
         return
     for position, outcome in enumerate(weigh(submission)):
@@ -128,7 +144,7 @@ def outvoted(submission: SubmissionState) -> dict[bytes, int]:
             wrong.update(
                 {
                     state.validator
-                    for state in submission.verdicts.values()
+                    for state in standing(submission)
                     if state.verdict.outcomes[position].outcome == opposite[outcome.status]
                 }
             )
@@ -149,13 +165,13 @@ def _next_round(submission: SubmissionState, outcomes: tuple[RolloutOutcome, ...
         return None
     if submission.open_rounds:
         return None
-    if not submission.verdicts:
+    if not submission.jobs:
         return 1
     statuses = {outcome.status for outcome in (weigh(submission) if outcomes is None else outcomes)}
     if REJECTED in statuses or PENDING not in statuses:
         return None
     used = max(submission.jobs)
-    return used + 1 if used < ROUNDS else None
+    return used + 1 if used < last_round(submission) else None
 
 
 def decide(submission: SubmissionState) -> tuple[RolloutOutcome, ...] | None:
@@ -168,8 +184,11 @@ def decide(submission: SubmissionState) -> tuple[RolloutOutcome, ...] | None:
     waits = submission.open_rounds or _next_round(submission, outcomes) is not None
     if REJECTED not in statuses and waits and not lapsed:
         return None
-    if PENDING not in statuses:
-        return outcomes
+    return settled(outcomes)
+
+
+def settled(outcomes: Iterable[RolloutOutcome]) -> tuple[RolloutOutcome, ...]:
+    """What is open stays so for good: inconclusive."""
     return tuple(
         RolloutOutcome(UNDECIDED, outcome.reason) if outcome.status == PENDING else outcome for outcome in outcomes
     )
@@ -199,7 +218,7 @@ def others(submission: SubmissionState, round_number: int) -> Mapping[bytes, boo
 
 def somebody_else(submission: SubmissionState, present: Collection[bytes]) -> bool:
     """Whether the third round of a tie could go to one of the validators present."""
-    return bool(draws.candidates(present, others(submission, ROUNDS), None))
+    return bool(draws.candidates(present, others(submission, last_round(submission)), None))
 
 
 def note_tie(submission: SubmissionState, present: Collection[bytes], time: int) -> None:
@@ -221,10 +240,13 @@ def end_tie(submission: SubmissionState | None, present: Collection[bytes], time
     Raises:
         LedgerError: there is no tie, or it may still be settled. Nothing was changed.
     """
-    if submission is None or submission.tie_time is None or submission.tie_over or ROUNDS in submission.verdicts:
+    if submission is None or submission.tie_time is None or submission.tie_over:
+        raise LedgerError("no such tie waits for a third validator")
+    last = last_round(submission)
+    if last in submission.verdicts:
         raise LedgerError("no such tie waits for a third validator")
     if time < submission.tie_time + TIE_LEASES * lease_ms:
         raise LedgerError("the tie may still be settled")
-    if ROUNDS not in submission.jobs and somebody_else(submission, present):
+    if last not in submission.jobs and somebody_else(submission, present):
         raise LedgerError("a third validator is there and was never asked")
     submission.tie_over = True

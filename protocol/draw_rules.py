@@ -62,14 +62,14 @@ def check_round(job: JobDrawn, submission: SubmissionState | None, used: bool, u
     """
     if submission is None:
         raise LedgerError("no submission has this index")
-    if not 1 <= job.round <= decision.ROUNDS:
+    if not 1 <= job.round <= decision.last_round(submission):
         raise LedgerError(f"there is no round {job.round}")
     if used or job.round in submission.verdicts:
         raise LedgerError("the job id is used, or the round already has its verdict")
     if submission.verdict_index is not None:
         raise LedgerError("the submission is already decided")
     needed = job.round in submission.jobs or decision.next_round(submission) == job.round
-    if not needed and (job.round == decision.ROUNDS or job.round - 1 not in submission.jobs) and undecided:
+    if not needed and (job.round >= decision.ROUNDS or job.round - 1 not in submission.jobs) and undecided:
         raise LedgerError(f"nothing asks for round {job.round} yet")
     return submission
 

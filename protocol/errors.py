@@ -68,6 +68,7 @@ class ReasonCode(StrEnum):
     DROPPED_RESULTS = "dropped-results"
     POOLED_EVIDENCE = "pooled-evidence"
     RELAY_LIED = "relay-lied"
+    VALIDATOR_WRONG = "validator-wrong"
     # verdicts: inconclusive
     REWARD_UNDECIDED = "reward-undecided"
     VALIDATOR_FAILED = "validator-failed"

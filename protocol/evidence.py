@@ -3,6 +3,7 @@
     a relay lied      its signed stamp and the origin's signed shard record name the same shard and different bytes
     results dropped   numbers that follow from ledger and archive; here only the bar they must clear
     pooled            the same, of what all verdicts on a node's rollouts measured
+    a wrong verdict   which verdict, which rollout, and what it really is; anybody can make the check again
 
 Not covered: computing those numbers (`verifier.drops`, `verifier.evidence`), collecting reports (`trainer`), stamping
 (`shardcast`).
@@ -19,7 +20,7 @@ from protocol.envelope import open_envelope
 from protocol.errors import LedgerError, ReasonCode
 from protocol.limits import KIB
 from protocol.manifest import EvidenceRow
-from protocol.records import U32, DropEvidence, Hash, Id, NodeEvidence, RelayReport, RelayStamp
+from protocol.records import U8, U32, U64, DropEvidence, Float, Hash, Id, NodeEvidence, RelayReport, RelayStamp, Word
 
 STAMP_KIND = "relay.stamp"
 REPORT_KIND = "relay.report"
@@ -40,6 +41,29 @@ class ShardView:
     wire_bytes: U32
     raw_bytes: U32
     wire_hash: Hash
+
+
+@codec.record(1 * KIB)
+@dataclass(frozen=True)
+class VerdictEvidence:
+    """A validator accepted a rollout, and the coordinator's own check of it says otherwise.
+
+    Everybody with the archive can repeat the check.
+    """
+
+    verdict: U64
+    """Ledger index of the verdict."""
+    rollout: U32
+    """Position in the submission."""
+    outcome: U8
+    """What the check gives: REJECT, also with the run's bounds doubled; or ACCEPT with other numbers than the verdict's
+    details."""
+    reason: Word
+    """The `ReasonCode` of a REJECT; `verdict-wrong` for other numbers."""
+    reward: Float
+    """The reward as the check gives it; 0 for a REJECT."""
+    difference: Float
+    """Largest difference of a log-probability in the details; 0 for a REJECT."""
 
 
 def check_relay_lie(report: RelayReport, run: bytes, origins: Collection[bytes]) -> None:

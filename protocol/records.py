@@ -6,7 +6,7 @@
     roles                 RoleGrant
     ledger                LedgerEntry TreeHead BatchEntry BatchClosed JobDrawn LeaseClosed RunFinished
     draws                 DrawsOpened DrawsRevealed ValidatorsPresent
-    evidence              RelayStamp RelayReport DropEvidence NodeEvidence
+    evidence              RelayStamp RelayReport DropEvidence NodeEvidence (`evidence` has VerdictEvidence)
     training              TrainingRollout Batch
 
 Token ids travel as little-endian u32, log-probabilities as little-endian float32 (`*_blob` fields).
@@ -378,7 +378,7 @@ class LedgerEntry:
     event: Word
     """`run.opened`, `run.updated`, `incarnation`, `grant`, `node.joined`, `policy`, `lease`, `lease.closed`,
     `submission`, `draws.opened`, `draws.revealed`, `validators`, `job`, `verdict`, `tie.lapsed`, `evidence.drop`,
-    `evidence.node`, `relay.accused`, `batch` or `run.finished`."""
+    `evidence.node`, `evidence.verdict`, `relay.accused`, `batch` or `run.finished`."""
     body: Annotated[bytes, Blob(900 * KIB)]
     """The event's own record (BatchClosed, JobDrawn, LeaseClosed, ...), or empty."""
     subject: Annotated[bytes, Blob(900 * KIB)]

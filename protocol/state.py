@@ -10,11 +10,11 @@ chain and a relay's own stamp.
     probation --accepted rollouts--> active
     probation, active --a REJECT waits for another verdict--> paused --not repeated--> back
     paused --a second validator repeats one--> suspended (for good; what is undecided is discarded)
-    any --evidence of dropped results, pooled evidence, a relay's lie, or a revocation--> suspended
+    any --evidence of dropped results, pooled evidence, a relay's lie, a wrong verdict, or a revocation--> suspended
 
-Not covered: how verdicts decide a submission (`decision`), the rules of batches (`batch_rules`), of draws
-(`draw_rules`), of leases (`lease_rules`) and of the manifest (`chain`); whom to lease to, whom to draw, what to batch
-(`trainer`); whether a draw is the right one (the audit: it needs the secret that is revealed later).
+Not covered: how verdicts decide a submission (`decision`), whose count no more (`distrust`), the rules of batches
+(`batch_rules`), draws (`draw_rules`), leases (`lease_rules`), the manifest (`chain`); whom to lease to, whom to draw,
+what to batch (`trainer`); whether a draw is the right one (the audit: it needs the secret that is revealed later).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from protocol import codec, decision, draw_rules, lease_rules
+from protocol import codec, decision, distrust, draw_rules, lease_rules
 from protocol.batch_rules import check_batch
 from protocol.chain import Chain
 from protocol.envelope import Envelope, parse
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
-from protocol.evidence import check_drop_bar, check_node_bar, check_relay_lie
+from protocol.evidence import VerdictEvidence, check_drop_bar, check_node_bar, check_relay_lie
 from protocol.manifest import MANIFEST_KIND, Run, RunManifest
 from protocol.records import (
     ACCEPT,
@@ -202,6 +202,7 @@ class RunState:
             "tie.lapsed": self._tie_lapsed,
             "evidence.drop": self._evidence_drop,
             "evidence.node": self._evidence_node,
+            "evidence.verdict": self._evidence_verdict,
             "relay.accused": self._relay_accused,
             "batch": self._batch,
             "run.finished": self._run_finished,
@@ -404,7 +405,7 @@ class RunState:
         period.open_jobs.add((submission.index, job.round))
         submission.jobs[job.round] = job
         submission.attempts[job.round] = job.attempt + 1
-        if job.round == decision.ROUNDS and not job.attempt and submission.tie_time is not None:
+        if job.round == decision.last_round(submission) and not job.attempt and submission.tie_time is not None:
             submission.tie_time = entry.time  # whoever is asked late gets the whole wait
         self._jobs[job.job_id] = (job.submission, job.round)
 
@@ -417,6 +418,8 @@ class RunState:
             raise LedgerError("no such job is open")
         if envelope.signer != job.validator:
             raise LedgerError("not signed by the validator that was drawn")
+        if self.nodes[job.validator].reason == ReasonCode.VALIDATOR_WRONG:
+            raise LedgerError("its validator was found to be wrong before", ReasonCode.SUSPENDED)
         if verdict.round in submission.verdicts:
             raise LedgerError("the job already has its verdict")
         if verdict.digest != submission.intent.digest or len(verdict.outcomes) != len(submission.outcomes):
@@ -436,7 +439,7 @@ class RunState:
         assert submission is not None and submission.period is not None  # it holds verdicts
         self._weigh(submission, self.nodes[submission.owner], index)
         if submission.verdict_index is not None:
-            self.periods[submission.period].open_jobs.discard((submission.index, decision.ROUNDS))
+            self.periods[submission.period].open_jobs.discard((submission.index, decision.last_round(submission)))
 
     def _evidence_drop(self, index: int, entry: LedgerEntry) -> None:
         evidence = codec.decode(DropEvidence, entry.body)
@@ -450,6 +453,22 @@ class RunState:
         assert self.manifest is not None
         check_node_bar(evidence, self.manifest.evidence)
         self._end_trust(node, index, ReasonCode.POOLED_EVIDENCE)
+
+    def _evidence_verdict(self, index: int, entry: LedgerEntry) -> None:
+        assert self.manifest is not None
+        key = distrust.accused(codec.decode(VerdictEvidence, entry.body), self.submissions.values())
+        self._end_trust(self.nodes[key], index, ReasonCode.VALIDATOR_WRONG)
+        self.present = tuple(other for other in self.present if other != key)
+        for submission in distrust.void(self.submissions.values(), key):
+            owner, lease = self.nodes[submission.owner], self.leases[submission.lease_id].lease
+            if submission.verdict_index is not None:
+                fresh = distrust.may_train(lease.step, len(self.batches), self.manifest)
+                if not fresh or not distrust.take_back(submission, owner, self.trained, index):
+                    continue
+            decision.note_tie(submission, self.present, entry.time)
+            self._weigh(submission, owner, index)
+            if distrust.ends_here(submission, self.periods):
+                self._decide(submission, owner, index, decision.settled(decision.weigh(submission)))
 
     def _accused(self, evidence: DropEvidence | NodeEvidence, index: int) -> NodeState:
         node = self.nodes.get(evidence.key)
@@ -516,11 +535,16 @@ class RunState:
                 node.contested.discard(submission.index)
             self._settle(node)
             return
+        self._decide(submission, node, index, outcomes)
+
+    def _decide(
+        self, submission: SubmissionState, node: NodeState, index: int, outcomes: tuple[RolloutOutcome, ...]
+    ) -> None:
         submission.outcomes = outcomes
         submission.verdict_index = index
         node.undecided.discard(submission.index)
         node.contested.discard(submission.index)
-        for validator, rollouts in decision.outvoted(submission).items():
+        for validator, rollouts in decision.outvoted(submission).items() if not submission.taken_back else ():
             self.nodes[validator].outvoted += rollouts
         counts = [outcome.status for outcome in submission.outcomes]
         node.accepted += counts.count(ACCEPTED)

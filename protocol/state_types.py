@@ -1,6 +1,6 @@
 """What the fold keeps: one class for each thing a ledger speaks of.
 
-    NodeState LeaseState SubmissionState (RolloutOutcome VerdictState) PolicyState BatchState PeriodState
+    NodeState LeaseState SubmissionState (RolloutOutcome VerdictState TakenBack) PolicyState BatchState PeriodState
 
 Not covered: how they change (`state`), how a submission is decided (`decision`).
 """
@@ -96,6 +96,17 @@ class RolloutOutcome:
     """Accepted ones: ledger index of the newest verdict that accepts it, the one a batch entry names."""
 
 
+@dataclass(frozen=True)
+class TakenBack:
+    """A decision that counts no more: a validator it rested on was found to be wrong."""
+
+    index: int
+    """Ledger index of the entry that took it back."""
+    decided: int
+    """`SubmissionState.verdict_index` until then."""
+    outcomes: tuple[RolloutOutcome, ...]
+
+
 @dataclass
 class SubmissionState:
     """One upload. `outcomes` has one item per rollout of the lease, task-major."""
@@ -123,11 +134,33 @@ class SubmissionState:
     """Ledger time since which it waits for a third validator to settle a tie (`decision`)."""
     tie_over: bool = False
     """Whether a tie stays one: nobody else was there, or did not answer in time."""
+    void: set[int] = field(default_factory=set)
+    """Rounds whose verdict counts no more: its validator was found to be wrong (`distrust`)."""
+    kept: dict[int, RolloutOutcome] = field(default_factory=dict)
+    """Position -> what was decided of it before, and stays so whatever the verdicts of a submission that was taken back
+    say."""
+    taken_back: list[TakenBack] = field(default_factory=list)
+    """Earlier decisions, in the ledger's order."""
 
     @property
     def open_rounds(self) -> list[int]:
         """Rounds whose job waits for its verdict."""
         return [number for number in self.jobs if number not in self.verdicts]
+
+    def decided_below(self, upto: int) -> tuple[int | None, tuple[RolloutOutcome, ...]]:
+        """`verdict_index` and `outcomes` as they were before entry `upto`, from whichever later state."""
+        for earlier in self.taken_back:
+            if earlier.index >= upto:
+                return earlier.decided, earlier.outcomes
+        return self.verdict_index, self.outcomes
+
+    def accepting(self, rollout: int) -> int | None:
+        """Ledger index of a verdict that decided a rollout's acceptance, now or before it was taken back. All that
+        accept a rollout name the reward it claims and as many tokens."""
+        for outcomes in (self.outcomes, *(earlier.outcomes for earlier in self.taken_back)):
+            if outcomes[rollout].verdict is not None:
+                return outcomes[rollout].verdict
+        return None
 
 
 @dataclass(frozen=True)

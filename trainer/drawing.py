@@ -54,7 +54,7 @@ class Drawing:
             if behind or newest.submissions < draws.PERIOD_SUBMISSIONS:
                 return  # at most two are unrevealed: a judge that never answers makes a period long, never a queue
         number = len(state.periods)
-        commitment = blake3(self._secret(number)).digest()
+        commitment = blake3(self.secret(number)).digest()
         rate = self.book.run.manifest.leases.second_draw
         opened = DrawsOpened(number, commitment, rate, draws.SECOND_DRAW_IN_PROBATION)
         self.book.append("draws.opened", opened)
@@ -66,9 +66,9 @@ class Drawing:
                 self._reveal(number)
 
     def _reveal(self, number: int) -> None:
-        self.book.append("draws.revealed", DrawsRevealed(number, self._secret(number)))
+        self.book.append("draws.revealed", DrawsRevealed(number, self.secret(number)))
 
-    def _secret(self, period: int | None) -> bytes:
+    def secret(self, period: int | None) -> bytes:
         """A period's secret; the coordinator's own for submissions from before there were periods."""
         return self.book.secret if period is None else draws.keyed(self.book.secret, "period", period)
 
@@ -91,7 +91,7 @@ class Drawing:
         rate = self.book.run.manifest.leases.second_draw
         if submission.period is not None:
             rate = self.book.state.periods[submission.period].opened.second_draw
-        secret = self._secret(submission.period)
+        secret = self.secret(submission.period)
         if len(self.book.state.present) > 1 and draws.wants_second(
             secret, submission.intent.digest, submission.number, rate, submission.probation
         ):
@@ -106,7 +106,7 @@ class Drawing:
         found = draws.candidates(present, decision.others(submission, number), previous)
         if not found or found == [previous]:
             return False
-        secret = self._secret(submission.period)
+        secret = self.secret(submission.period)
         attempt = submission.attempts.get(number, 0)
         drawn = draws.draw_validator(secret, submission.intent.digest, submission.number, number, attempt, found)
         assert drawn is not None

@@ -88,7 +88,7 @@ class Drops:
 
     def seen(self, submission: int, rollout: int) -> tuple[float, int] | None:
         """Reward and tokens of an accepted rollout, from the details of the verdict that accepted it."""
-        verdict = self.book.state.submissions[submission].outcomes[rollout].verdict
+        verdict = self.book.state.submissions[submission].accepting(rollout)
         if verdict is None:
             return None
         known = self._details.get(verdict)

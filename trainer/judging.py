@@ -144,7 +144,9 @@ class Judging:
         waited = self.book.now_ms() - submission.tie_time - self.book.window.outage_ms(since)
         if waited < decision.TIE_LEASES * self.book.run.manifest.leases.lease_ms:
             return
-        if decision.ROUNDS not in submission.jobs and decision.somebody_else(submission, self.book.state.present):
+        if decision.last_round(submission) not in submission.jobs and decision.somebody_else(
+            submission, self.book.state.present
+        ):
             return  # drawn just now, or as soon as it can be
         self.book.append("tie.lapsed", TieLapsed(submission.index))
         owner = self.book.state.nodes[submission.owner]
@@ -192,6 +194,8 @@ class Judging:
     async def next(self, member: Member, request: JobRequest, attachment: bytes) -> JobReply:
         """Hold the request until a job is drawn for this validator, its wait is over, or a newer one came."""
         node = self.members.require(member, "validator")
+        if node.state == "suspended":
+            raise ProtocolError(f"this validator is suspended: {node.reason}", ReasonCode.SUSPENDED)
         if not self.members.granted(node.key, "validator"):
             raise ProtocolError("this key is not admitted as a validator", ReasonCode.NOT_GRANTED)
         with self._turns.take(node.key) as turn:

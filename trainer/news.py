@@ -30,6 +30,7 @@ _WORDS = {
     ReasonCode.POOLED_EVIDENCE: "what validators measured on its rollouts adds up to more than an honest node's, far "
     "beyond chance",
     ReasonCode.DROPPED_RESULTS: "the leases it gave up held worse results than those it returned, far beyond chance",
+    ReasonCode.VALIDATOR_WRONG: "it accepted what the run's model did not make, or changed its numbers",
     ReasonCode.RELAY_LIED: "it signed other bytes than the origin did",
     ReasonCode.KEY_REVOKED: "the run's root revoked the key",
 }

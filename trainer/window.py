@@ -24,7 +24,9 @@ changes its machines."""
 _NO_GROUPS = frozenset({"policy", "lease", "job", "validators", "draws.opened", "draws.revealed", "grant"})
 """Events that change the status of no group there is."""
 
-_SETTLES = frozenset({"verdict", "tie.lapsed", "batch", "policy", "evidence.drop", "evidence.node", "run.updated"})
+_SETTLES = frozenset(
+    {"verdict", "tie.lapsed", "batch", "policy", "run.updated"} | {"evidence.drop", "evidence.node", "evidence.verdict"}
+)
 """Events after which submissions may be decided, or lost with their owner."""
 
 
@@ -112,6 +114,8 @@ class Window:
         elif entry.event == "submission":
             self._submission(index)
         elif entry.event in _SETTLES:
+            if entry.event == "evidence.verdict":
+                self._taken_back(index)
             if self.state.manifest is not None:
                 self.max_staleness = self.state.manifest.leases.max_staleness
             self.batches = len(self.state.batches)
@@ -172,6 +176,13 @@ class Window:
                     del self.lost[lease_id]
         self._settle()
 
+    def _taken_back(self, index: int) -> None:
+        """A validator was found to be wrong: what was decided on its word alone waits for another one."""
+        for submission in self.state.submissions.values():
+            if submission.taken_back and submission.taken_back[-1].index == index:
+                self.settled.subtract(outcome.status for outcome in submission.taken_back[-1].outcomes)
+                self.undecided[submission.index] = self.unjudged[submission.index] = None
+
     def _settle(self) -> None:
         """Drop what can no longer change anything."""
         for index in list(self.undecided):
@@ -204,6 +215,8 @@ class Window:
         held = self.state.leases[submission.lease_id]
         undecided = []
         for group in self.groups(submission.lease_id):
+            if group.status == "trained" or any(position in submission.kept for position in group.rollouts):
+                continue  # learned from, or sampled again since it was first decided
             statuses = {submission.outcomes[position].status for position in group.rollouts}
             if UNDECIDED in statuses and statuses <= {UNDECIDED, ACCEPTED}:
                 undecided.append(group.task)
@@ -236,12 +249,12 @@ class Window:
         return out
 
     def _status(self, submission: SubmissionState, rollouts: tuple[int, ...]) -> str:
+        if (submission.index, rollouts[0]) in self.state.trained:
+            return "trained"
         found = {outcome.status for outcome in submission.outcomes[rollouts[0] : rollouts[-1] + 1]}
         if not found <= {PENDING, ACCEPTED}:
             return "dead"
-        if PENDING in found:
-            return "undecided"
-        return "trained" if (submission.index, rollouts[0]) in self.state.trained else "accepted"
+        return "undecided" if PENDING in found else "accepted"
 
     def outage_ms(self, since: int) -> int:
         """Milliseconds the coordinator was away after ledger index `since`; lease durations stop meanwhile."""

@@ -30,7 +30,7 @@ def check_drops(archive: RunArchive, state: RunState, report: Report) -> None:
 
     def seen(submission: int, rollout: int) -> tuple[float, int] | None:
         """(reward, sampled tokens) of an accepted rollout."""
-        index = state.submissions[submission].outcomes[rollout].verdict
+        index = state.submissions[submission].accepting(rollout)
         known = details(index) if index is not None else ()
         return known[rollout] if rollout < len(known) else None
 

@@ -296,6 +296,15 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Check the relay's disk and memory, and that it runs an unchanged release: ours hashes each shard before it "
         "signs. Then join with a new identity.",
     ),
+    ReasonCode.VALIDATOR_WRONG: Explanation(
+        "A validator accepted a rollout that the run's rules reject, also with every bound doubled, or handed over "
+        "other numbers than the run's model gives.",
+        "The coordinator checked a drawn share of the accepted rollouts itself, this one twice, in two processes. The "
+        "ledger names verdict and rollout, so anybody can make the check again. The validator's verdicts count no "
+        "more, and what they alone let in and no batch had taken was judged again.",
+        "Run `verifier audit RUN` on another machine. If it calls the accusation false, the coordinator's machine is "
+        "at fault. If not, look at the validator's memory and release before its operator joins with a new key.",
+    ),
     # verdicts: inconclusive
     ReasonCode.REWARD_UNDECIDED: Explanation(
         "The reward could not be decided: the environment ran out of time or memory.",
@@ -391,12 +400,12 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "the root must revoke it: trainer key rotate, then trainer key revoke.",
     ),
     ReasonCode.ACCUSATION_FALSE: Explanation(
-        "The ledger accuses a relay of a lie, but what the accusation shows does not prove one.",
-        "The proof is the relay's own signature beside the origin's over other bytes; anybody can compare the two. The "
-        "coordinator must do so before it writes the entry, so this is the coordinator's fault, and neither the "
-        "relay's nor that of the member who reported it.",
-        "Auditors: do not hold it against the relay. Operators: only changed software writes such an entry; run an "
-        "unchanged release.",
+        "The ledger accuses a relay of a lie, or a validator of a wrong verdict, and it is not so.",
+        "Of a relay the proof is its own signature beside the origin's over other bytes: anybody can compare the two. "
+        "Of a validator it is the rollout itself, which anybody can check again. The coordinator must do either before "
+        "it writes the entry, so this is the coordinator's fault, and nobody else's.",
+        "Auditors: do not hold it against the member. Operators: changed software writes such an entry, or a machine "
+        "that computes wrongly; run an unchanged release and test the memory.",
     ),
     # engine
     ReasonCode.ENGINE_REFUSED: Explanation(

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from protocol.lease_rules import EXPIRED, FAILED
-from protocol.state import ACCEPTED, LeaseState, RunState, SubmissionState
+from protocol.state import ACCEPTED, LeaseState, RolloutOutcome, RunState, SubmissionState
 
 BASELINE_STEPS = 5
 """Policy steps before a lease's own that its baseline covers too: when a lease is issued little of its own step is
@@ -111,13 +111,14 @@ def lease_outcomes(state: RunState, key: bytes, seen: Seen, upto: int) -> list[L
     known: dict[tuple[bytes, int], _Group] = {}
     by_step: dict[tuple[int, int], list[_Group]] = {}
     for submission in state.submissions.values():
-        if submission.verdict_index is None or submission.verdict_index >= upto:
+        decided, outcomes = submission.decided_below(upto)
+        if decided is None or decided >= upto:
             continue
         asked = state.leases[submission.lease_id].lease
         step = (asked.epoch, asked.step)
         if asked.nonce not in nonces and (submission.owner == key or step not in steps):
             continue
-        for task, group in _whole_groups(submission, asked.tasks, asked.samples, seen):
+        for task, group in _whole_groups(submission, decided, outcomes, asked.tasks, asked.samples, seen):
             first = known.get((asked.nonce, task))
             if first is None or group.index < first.index:
                 known[(asked.nonce, task)] = group
@@ -186,15 +187,19 @@ def _baseline_of(lease: LeaseState) -> list[tuple[int, int]]:
 
 
 def _whole_groups(
-    submission: SubmissionState, tasks: tuple[int, ...], samples: int, seen: Seen
+    submission: SubmissionState,
+    decided: int,
+    outcomes: tuple[RolloutOutcome, ...],
+    tasks: tuple[int, ...],
+    samples: int,
+    seen: Seen,
 ) -> list[tuple[int, _Group]]:
     """What each task's rollouts brought, for the tasks of which every rollout was accepted and can be read. What is
     left of a group of which some are refused would tell more of who refused them."""
-    assert submission.verdict_index is not None
     found = []
     for place, task in enumerate(tasks):
         positions = range(place * samples, (place + 1) * samples)
-        if any(submission.outcomes[position].status != ACCEPTED for position in positions):
+        if any(outcomes[position].status != ACCEPTED for position in positions):
             continue
         read = [seen(submission.index, position) for position in positions]
         whole = [one for one in read if one is not None and math.isfinite(one[0])]
@@ -202,6 +207,6 @@ def _whole_groups(
             continue
         total = math.fsum(min(MAX_REWARD, max(-MAX_REWARD, reward)) for reward, _ in whole)
         tokens = [length for _, length in whole]
-        group = _Group(submission.verdict_index, submission.owner, total, samples, sum(tokens), max(tokens))
+        group = _Group(decided, submission.owner, total, samples, sum(tokens), max(tokens))
         found.append((task, group))
     return found

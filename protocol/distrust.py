@@ -1,0 +1,138 @@
+"""What follows when a validator is found to be wrong, as pure functions of the folded state: `evidence.verdict`.
+
+Its verdicts are void, everywhere and for good. What is still open is weighed without them. A decision is taken back
+where a rollout that a batch could still take was accepted on nothing but them: a validator is drawn for it in another
+round. Where none can be, because the secret of its draw period is known, what was accepted so becomes inconclusive,
+and its lease is given to somebody else under the same nonce.
+
+    open                                    goes on without the void verdicts
+    accepted, not trained, may still be     taken back, and judged again
+    accepted and trained                    stays in its batch; `unverified` counts it from here on
+    rejected, inconclusive                  stays: rejections take two validators, and what is inconclusive may have
+                                            been leased again by now
+
+Not covered: whether the accusation is true (the audit makes the check again: `verifier.spot_audit`), what ends trust in
+the validator itself (`state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from protocol import decision
+from protocol.errors import LedgerError, ReasonCode
+from protocol.evidence import VerdictEvidence
+from protocol.manifest import RunManifest
+from protocol.records import ACCEPT, REJECT
+from protocol.state_types import (
+    ACCEPTED,
+    PENDING,
+    UNDECIDED,
+    NodeState,
+    PeriodState,
+    RolloutOutcome,
+    SubmissionState,
+    TakenBack,
+)
+
+_REJECTIONS = frozenset(
+    {
+        ReasonCode.FORMAT,
+        ReasonCode.WRONG_TASK,
+        ReasonCode.TOKEN_RANGE,
+        ReasonCode.TERMINATION,
+        ReasonCode.PROOF_MALFORMED,
+        ReasonCode.PROOF_MISMATCH,
+        ReasonCode.TOKEN_NOT_FORCED,
+        ReasonCode.LOGPROB_MISMATCH,
+        ReasonCode.ROUTES_MALFORMED,
+        ReasonCode.ROUTES_FORGED,
+        ReasonCode.REWARD_MISMATCH,
+    }
+)
+
+
+def accused(said: VerdictEvidence, submissions: Iterable[SubmissionState]) -> bytes:
+    """The key of the validator whose verdict is said to be wrong.
+
+    Raises:
+        LedgerError: no such verdict, it did not accept this rollout, or what is said would not contradict it.
+    """
+    found = next(
+        (state for one in submissions for state in one.verdicts.values() if state.index == said.verdict),
+        None,
+    )
+    if found is None or said.rollout >= len(found.verdict.outcomes):
+        raise LedgerError(f"there is no verdict {said.verdict} on a rollout {said.rollout}")
+    if found.verdict.outcomes[said.rollout].outcome != ACCEPT:
+        raise LedgerError("the verdict did not accept this rollout")
+    rejected = said.outcome == REJECT and said.reason in _REJECTIONS
+    if not rejected and not (said.outcome == ACCEPT and said.reason == ReasonCode.VERDICT_WRONG):
+        raise LedgerError("what it says does not contradict an acceptance")
+    return found.validator
+
+
+def may_train(step: int, batches: int, manifest: RunManifest) -> bool:
+    """Whether some batch to come could take rollouts of policy `step`, after so many batches."""
+    return batches < manifest.steps and step >= batches - manifest.leases.max_staleness
+
+
+def void(submissions: Iterable[SubmissionState], validator: bytes) -> Iterator[SubmissionState]:
+    """Make every verdict of a validator void; yields the submissions that held one."""
+    for submission in submissions:
+        rounds = {number for number, state in submission.verdicts.items() if state.validator == validator}
+        if rounds - submission.void:
+            submission.void |= rounds
+            yield submission
+
+
+def take_back(submission: SubmissionState, owner: NodeState, trained: Collection[tuple[int, int]], index: int) -> bool:
+    """Open a decided submission again if a rollout of it that is not trained was accepted on void verdicts alone.
+
+    Its owner's counts become what they were before it was decided, and it waits for a verdict.
+
+    Args:
+        trained: (submission, rollout) of everything in a batch.
+        index: of the entry that makes verdicts void.
+    """
+    outcomes = submission.outcomes
+    accepted = {i for i, outcome in enumerate(outcomes) if outcome.status == ACCEPTED}
+    submission.kept = {i: outcome for i, outcome in enumerate(outcomes) if i not in accepted}
+    weighed = decision.weigh(submission)
+    lost = {i for i in accepted if weighed[i].status != ACCEPTED}
+    if (
+        owner.state == "suspended"
+        or submission.verdict_index is None
+        or not any((submission.index, i) not in trained for i in lost)
+    ):
+        submission.kept = {}
+        return False
+    statuses = [outcome.status for outcome in outcomes]
+    owner.accepted -= len(accepted)
+    owner.inconclusive -= statuses.count(UNDECIDED)
+    submission.taken_back.append(TakenBack(index, submission.verdict_index, outcomes))
+    submission.verdict_index = None
+    submission.tie_time, submission.tie_over = None, False
+    submission.outcomes = tuple(submission.kept.get(i, RolloutOutcome(PENDING)) for i in range(len(outcomes)))
+    owner.undecided.add(submission.index)
+    return True
+
+
+def ends_here(submission: SubmissionState, periods: Sequence[PeriodState]) -> bool:
+    """Whether a submission that was taken back waits for a draw that can't be made: its period's secret is known."""
+    if not submission.taken_back or submission.verdict_index is not None or submission.open_rounds:
+        return False
+    return submission.period is not None and periods[submission.period].secret is not None
+
+
+def unverified(submissions: Mapping[int, SubmissionState], trained: Iterable[tuple[int, int]]) -> int:
+    """Rollouts in batches whose acceptance no verdict that counts supports now."""
+    count = 0
+    for index, rollout in trained:
+        submission = submissions[index]
+        if submission.outcomes[rollout].status != ACCEPTED:
+            count += 1
+        elif submission.void:
+            said = [state.verdict.outcomes[rollout].outcome for state in decision.standing(submission)]
+            count += ACCEPT not in said
+    return count
