@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from protocol import codec
+from protocol.chain import Revocation, RunUpdate, seal_update
 from protocol.errors import ReasonCode
+from protocol.identity import load_identity
 from protocol.manifest import EvidenceRow
 from protocol.records import ACCEPT, NodeEvidence, Number, RolloutDetail
 from protocol.state import NodeState
@@ -115,6 +117,26 @@ async def test_one_lying_validator_of_three_frames_no_honest_node(tmp_path: Path
     sums = run.desk.judging.evidence._sums.of(run.node("ann").key)[ROW_NAMES]
     assert sums.log_all > ROW.log_bar and sums.log_e < 1, "its word alone would have been enough"
     assert "nobody is suspended on one validator's word" in run.desk.news()
+    run.desk.close()
+
+
+async def test_what_a_validator_said_counts_no_more_once_trust_in_it_has_ended(tmp_path: Path) -> None:
+    """Else two liars could frame, one after the other. Here one that is known frames, and its key is revoked."""
+    lying = {"validator-0", "validator-1"}
+    run = Measured(tmp_path, validators=4, measure=lambda node, who: ROW.clip if who in lying else truth(node, who))
+    for _ in range(4):
+        for name in ("ann", "bob"):
+            await run.lease(name)
+    evidence, ann = run.desk.judging.evidence, run.node("ann").key
+    before = evidence._sums.of(ann)[ROW_NAMES]
+    root = load_identity(run.desk.run_dir / "keys" / "root.pem")
+    gone = Revocation(actor_identity("validator-0").public, run.desk.book.ledger.size, "a test")
+    update = seal_update(root, run.desk.state.chain, RunUpdate(revocations=(gone,)), sequence=9, issued_at=1)
+    run.desk.book.append("run.updated", subject=update)
+    run.desk.tick()
+    after = evidence._sums.of(ann)[ROW_NAMES]
+    assert actor_identity("validator-0").public not in after.without and after.numbers <= before.numbers
+    assert after.log_e < 1, "the other liar is the one that is left out"
     run.desk.close()
 
 

@@ -104,11 +104,15 @@ def test_honest_nodes_cross_a_low_bar_as_seldom_as_the_bound_says(kind):
 
 
 def test_the_bars_split_one_chance_in_ten_million_a_node_day():
-    noise = {"mantissa_mean": Noise(500, 1.3, 2.4), "margin_rate": Noise(500, 0.001, 0.02)}
+    noise = {"mantissa_mean": Noise.of([1.2, 1.4]), "margin_rate": Noise.of([0.0] * 9 + [0.01])}
     rows = bf16_rows(noise)
     assert {row.hypothesis for row in rows} == {"precision", "seed-choice", "stale"}
     assert sum(ROLLOUTS_A_DAY / math.exp(row.log_bar) for row in rows) == pytest.approx(FALSE_BANS_A_DAY)
     check_evidence(rows)
+    margins = rows[1]
+    assert (margins.clip, margins.honest) == (pytest.approx(0.005), pytest.approx(1.5 * 0.0005)), (
+        "what counts is clipped"
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from protocol.state import NodeState, SubmissionState, VerdictState
 from trainer import batches
 from trainer.book import Book
 from trainer.news import News
-from verifier.evidence import Sums, counted, in_order
+from verifier.evidence import Sums, counted, distrusted, in_order
 
 MAX_PAUSE_S = 0.1
 """The queue is left for the next turn once this has gone by: the coordinator answers nobody meanwhile."""
@@ -47,10 +47,10 @@ class Evidence:
     """Details were lost: sums made without them are not those of an audit that has them."""
 
     def __post_init__(self) -> None:
-        self._begin(self.book.run.manifest.evidence)
+        self._begin(self.book.run.manifest.evidence, distrusted(self.book.state, self.book.ledger.size))
 
-    def _begin(self, rows: tuple[EvidenceRow, ...]) -> None:
-        self._sums, self._blind = Sums(rows), False
+    def _begin(self, rows: tuple[EvidenceRow, ...], wrong: frozenset[bytes]) -> None:
+        self._sums, self._blind = Sums(rows, wrong), False
         self._suspects.clear()
         self._queue = deque(in_order(self.book.state) if rows else ())
 
@@ -65,8 +65,9 @@ class Evidence:
 
     def run(self) -> bool:
         """Work the queue off for a while; True when evidence was entered."""
-        if self.book.run.manifest.evidence != self._sums.rows:
-            self._begin(self.book.run.manifest.evidence)  # the root changed them: they hold for the past too
+        rows, wrong = self.book.run.manifest.evidence, distrusted(self.book.state, self.book.ledger.size)
+        if (rows, wrong) != (self._sums.rows, self._sums.distrusted):
+            self._begin(rows, wrong)  # both hold for the past too
         begun = self.monotonic()
         while self._queue and not self._blind and self.monotonic() - begun <= MAX_PAUSE_S:
             self._take_in(*self._queue.popleft())

@@ -119,10 +119,14 @@ class Sums:
     """All nodes' sums under all rows of one manifest. Feed it verdicts in the ledger's order (`counted`)."""
 
     rows: tuple[EvidenceRow, ...]
+    distrusted: frozenset[bytes] = frozenset()
+    """Validators whose numbers count no more (`distrusted`): rule 2 allows for one liar beside those that are known."""
     _by_node: dict[bytes, dict[RowKey, Cusum]] = field(default_factory=dict)
 
     def add(self, state: RunState, submission: SubmissionState, verdict: VerdictState, details: VerdictDetails) -> None:
         """Take in what one verdict measured."""
+        if verdict.validator in self.distrusted:
+            return
         samples = state.leases[submission.lease_id].lease.samples
         rollouts = statistics.measured(details, verdict.verdict.outcomes, samples)
         node = self._by_node.setdefault(submission.owner, {})
@@ -170,6 +174,11 @@ class Sums:
 def counted(submission: SubmissionState) -> VerdictState | None:
     """The verdict whose numbers count for a submission (rule 1): of the first validator drawn, if it answered."""
     return submission.verdicts.get(1) if submission.attempts.get(1) == 1 else None
+
+
+def distrusted(state: RunState, upto: int) -> frozenset[bytes]:
+    """Validators in whom trust ended below entry `upto`."""
+    return frozenset(key for key, node in state.nodes.items() if node.role == "validator" and _gone(state, key, upto))
 
 
 def in_order(state: RunState) -> Iterator[tuple[SubmissionState, VerdictState]]:

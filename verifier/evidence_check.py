@@ -17,27 +17,24 @@ from protocol.manifest import EvidenceRow
 from protocol.records import NodeEvidence
 from protocol.state import RunState
 from verifier.archive import RunArchive
-from verifier.evidence import Sums, in_order, key_of
+from verifier.evidence import Sums, distrusted, in_order, key_of
 from verifier.report import Report
 
 
 def check_node_evidence(archive: RunArchive, state: RunState, report: Report) -> None:
     """Hold every entry against what the archive gives under the manifest that was in force there."""
-    by_rows: dict[tuple[EvidenceRow, ...], list[tuple[int, NodeEvidence]]] = {}
+    groups: dict[tuple[tuple[EvidenceRow, ...], frozenset[bytes]], list[tuple[int, NodeEvidence]]] = {}
     for index, said in archive.facts.pooled.items():
-        by_rows.setdefault(archive.manifest_at(index).evidence, []).append((index, said))
-    for rows, entries in by_rows.items():
-        _check_rows(archive, state, report, rows, sorted(entries, key=lambda entry: entry[1].upto))
+        group = archive.manifest_at(index).evidence, distrusted(state, said.upto)
+        groups.setdefault(group, []).append((index, said))
+    for (rows, wrong), entries in groups.items():
+        _check_group(archive, state, report, Sums(rows, wrong), sorted(entries, key=lambda entry: entry[1].upto))
 
 
-def _check_rows(
-    archive: RunArchive,
-    state: RunState,
-    report: Report,
-    rows: tuple[EvidenceRow, ...],
-    entries: list[tuple[int, NodeEvidence]],
+def _check_group(
+    archive: RunArchive, state: RunState, report: Report, sums: Sums, entries: list[tuple[int, NodeEvidence]]
 ) -> None:
-    sums, waiting = Sums(rows), deque(in_order(state))
+    waiting = deque(in_order(state))
     for index, said in entries:
         try:
             while waiting and waiting[0][1].index < said.upto:
@@ -48,15 +45,15 @@ def _check_rows(
         except (ProtocolError, OSError, KeyError) as exc:
             report.unchecked.append((f"ledger/{index}", f"rests on numbers that can't be read: {exc}"))
             continue
-        wrong = _wrong(sums, state, rows, said)
+        wrong = _wrong(sums, state, said)
         if wrong:
             report.fail(f"ledger/{index}", ReasonCode.VERDICT_WRONG, wrong)
 
 
-def _wrong(sums: Sums, state: RunState, rows: tuple[EvidenceRow, ...], said: NodeEvidence) -> str:
+def _wrong(sums: Sums, state: RunState, said: NodeEvidence) -> str:
     """What does not follow; empty when all does."""
     key = said.hypothesis, said.statistic
-    row = next((row for row in rows if key_of(row) == key), None)
+    row = next((row for row in sums.rows if key_of(row) == key), None)
     if row is None:
         return f"says {said.hypothesis} by {said.statistic}, which the manifest in force does not sum up"
     ours = sums.evidence(said.key, key, said.upto)

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 
 from protocol.records import ACCEPT, Outcome, VerdictDetails
 
-MARGIN_SCALE = 0.05
-"""Margin a token that counts as one in `margin_reward`: several times an honest bf16 machine's mean, so that few honest
-pairs are clipped. Smaller lets clipping take part, larger leaves little of what a steering node does."""
+MARGIN_SCALE = 0.01
+"""Margin a token that counts as one in `margin_reward`: ten times an honest bf16 machine's mean, so that few honest
+pairs of long answers are clipped. Smaller lets clipping take part, larger leaves little of what steering does."""
 
 LIKE_LENGTHS = 0.75
 """Shorter over longer of two answers that are compared. Lower mixes answers whose margins scatter differently."""
