@@ -125,6 +125,7 @@ class Rig:
                     task, completion_text(tokenizer, out.tokens, stop), out.finish == FINISH_EOS
                 ),
                 proofs=tuple(proof),
+                routes=out.routes,
             )
             for task, (index, sample), out, proof in zip(tasks, numbers, outputs, proofs, strict=True)
         )

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from environments.registry import make
 from protocol.envelope import seal
 from protocol.identity import Identity
-from protocol.manifest import MANIFEST_KIND, RouteThresholds, open_manifest, run_id_of
-from tests.judge_rig import TINY, Rig, make_rig
+from protocol.manifest import MANIFEST_KIND, RouteThresholds, Run, open_manifest, run_id_of
+from protocol.records import Lease, Submission
+from tests.judge_rig import NONCE, TINY, Rig, open_run
 from verifier.model import PolicyModel, load_policy
 from verifier.routes import Experts
 
@@ -80,24 +81,33 @@ MARGIN = 5e-5
 
 def moe_rig(policy: PolicyModel, *, tasks: int, samples: int, cap: int, margin: float = MARGIN) -> Rig:
     """A run whose manifest has the policy's experts, a lease and the honest answer to it."""
-    rig = make_rig(policy, make("word"), tasks, samples, cap, (1,))
-    return with_margin(rig, margin)
+    environment = make("word")
+    run = _with_experts(open_run(environment, 1.0, cap, (1,)), policy, margin)
+    numbers = tuple(range(100, 100 + tasks))
+    lease = Lease(bytes(16), run.id, 0, 0, bytes(32), environment.digest, NONCE, numbers, samples, cap, 60_000, 1 << 20)
+    rig = Rig(run, lease, policy, environment, Submission(bytes(16), "test", ()))
+    rig.honest = rig.answer()
+    return rig
 
 
-def with_margin(rig: Rig, margin: float) -> Rig:
-    """The same, but for the manifest's margin. Another manifest is another run, with other seeds."""
-    assert rig.policy.experts is not None
+def with_margin(rig: Rig, margin: float, model: Any = None) -> Rig:
+    """The same, but for the manifest's margin. Another manifest is another run with other seeds, so `honest` is the
+    answer of `model`, by default the right one, anew."""
+    run = _with_experts(rig.run, rig.policy, margin)
+    other = dataclasses.replace(rig, run=run, lease=dataclasses.replace(rig.lease, manifest=run.id))
+    other.honest = other.answer(model)
+    return other
+
+
+def _with_experts(run: Run, policy: PolicyModel, margin: float) -> Run:
+    assert policy.experts is not None
     manifest = dataclasses.replace(
-        rig.run.manifest,
-        model=dataclasses.replace(rig.run.manifest.model, max_context=512, routing=rig.policy.experts.routing),
+        run.manifest,
+        model=dataclasses.replace(run.manifest.model, max_context=512, routing=policy.experts.routing),
         routes=RouteThresholds(margin, 0, 0, 0.0, 0.0, "test"),
     )
     root = Identity.from_seed(b"a" * 32)
-    envelope = seal(root, MANIFEST_KIND, manifest, run=run_id_of(manifest), sequence=1, issued_at=1)
-    run = open_manifest(envelope.raw)
-    other = dataclasses.replace(rig, run=run, lease=dataclasses.replace(rig.lease, manifest=run.id))
-    other.honest = other.answer()
-    return other
+    return open_manifest(seal(root, MANIFEST_KIND, manifest, run=run_id_of(manifest), sequence=1, issued_at=1).raw)
 
 
 def forging(model: Any, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> Any:
