@@ -26,7 +26,16 @@ from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import ManifestError, ProtocolError, ReasonCode
 from protocol.identity import Identity, check_public_key
 from protocol.limits import KIB, MAX_ENVELOPE_BYTES, MIB
-from protocol.manifest import EvidenceRows, LeasePolicy, Run, RunManifest, Thresholds, check_evidence, open_manifest
+from protocol.manifest import (
+    EvidenceRows,
+    LeasePolicy,
+    RouteThresholds,
+    Run,
+    RunManifest,
+    Thresholds,
+    check_evidence,
+    open_manifest,
+)
 from protocol.records import NO_HASH, U16, U64, Hash, Key, Line, Lines
 
 UPDATE_KIND = "manifest.update"
@@ -92,6 +101,7 @@ class RunUpdate:
     """Why, for people."""
     evidence: EvidenceRows = ()
     """All rows from here on."""
+    routes: Annotated[RouteThresholds | None, Maybe(Sub(RouteThresholds))] = None
 
 
 @dataclass(frozen=True)
@@ -278,6 +288,7 @@ def _rules(update: RunUpdate, before: RunManifest) -> dict[str, Any]:
         "leases": update.leases,
         "versions": versions,
         "evidence": update.evidence,
+        "routes": update.routes,
     }
 
 

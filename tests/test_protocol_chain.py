@@ -19,7 +19,7 @@ from protocol.chain import (
 )
 from protocol.envelope import seal
 from protocol.errors import ManifestError, ReasonCode
-from protocol.manifest import MANIFEST_KIND, open_manifest, run_id_of
+from protocol.manifest import MANIFEST_KIND, RouteThresholds, open_manifest, run_id_of
 from tests.ledger_builder import START_MS, identity, make_manifest
 
 MANIFEST = make_manifest()
@@ -63,6 +63,8 @@ def test_updates_change_what_they_name_and_nothing_else():
         ingress=("http://127.0.0.1:9",),
         leases=replace(MANIFEST.leases, max_staleness=4),
     )
+    routes = RouteThresholds(2e-5, 1, 1, 0.0, 0.0, "test")
+    assert grown(two, routes=routes).current.manifest == replace(two.current.manifest, routes=routes)
     assert two.at(one.hash).manifest.thresholds == eased and two.at(one.hash).manifest.ingress == MANIFEST.ingress
     assert two.at(START.hash).manifest == MANIFEST and len({START.hash, one.hash, two.hash}) == 3
     assert {run.id for run in (two.current, two.at(one.hash))} == {START.genesis.id}, "the run stays the same run"
