@@ -403,7 +403,7 @@ class Member:
         self.control.follow(self.run)
         if before is not None and before.manifest != now:
             old = before.manifest
-            changed = [name for name in ("coordinator", "origin", "control", "ingress", "thresholds", "leases")
+            changed = [name for name in ("coordinator", "origin", "control", "ingress", "thresholds", "leases", "bf16")
                        if getattr(old, name) != getattr(now, name)]  # fmt: skip
             if old.ingress != now.ingress and now.ingress:
                 self.ingress = now.ingress[0]

@@ -27,6 +27,7 @@ from protocol.errors import ManifestError, ProtocolError, ReasonCode
 from protocol.identity import Identity, check_public_key
 from protocol.limits import KIB, MAX_ENVELOPE_BYTES, MIB
 from protocol.manifest import (
+    Bf16Thresholds,
     EvidenceRows,
     LeasePolicy,
     RouteThresholds,
@@ -102,6 +103,7 @@ class RunUpdate:
     evidence: EvidenceRows = ()
     """All rows from here on."""
     routes: Annotated[RouteThresholds | None, Maybe(Sub(RouteThresholds))] = None
+    bf16: Annotated[Bf16Thresholds | None, Maybe(Sub(Bf16Thresholds))] = None
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,8 @@ def _rules(update: RunUpdate, before: RunManifest) -> dict[str, Any]:
         update.leases.samples_per_task and update.leases.tasks_per_step and update.leases.tasks_per_lease
     ):
         raise ManifestError("a lease policy that leases nothing")
+    if update.bf16 is not None and before.profile != "bf16":
+        raise ManifestError("bf16 thresholds for a run of another profile, which would decide nothing")
     check_evidence(update.evidence)
     return {
         "control": update.control,
@@ -289,6 +293,7 @@ def _rules(update: RunUpdate, before: RunManifest) -> dict[str, Any]:
         "versions": versions,
         "evidence": update.evidence,
         "routes": update.routes,
+        "bf16": update.bf16,
     }
 
 

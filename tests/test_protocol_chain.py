@@ -19,7 +19,7 @@ from protocol.chain import (
 )
 from protocol.envelope import seal
 from protocol.errors import ManifestError, ReasonCode
-from protocol.manifest import MANIFEST_KIND, RouteThresholds, open_manifest, run_id_of
+from protocol.manifest import MANIFEST_KIND, Bf16Thresholds, RouteThresholds, open_manifest, run_id_of
 from tests.ledger_builder import START_MS, identity, make_manifest
 
 MANIFEST = make_manifest()
@@ -129,6 +129,20 @@ def test_rules_that_would_end_a_run_are_refused():
         grown(leases=replace(MANIFEST.leases, tasks_per_step=0))
     with pytest.raises(ManifestError, match="protocol version"):
         grown(lowest_version=0x0200)
+
+
+def test_bf16_thresholds_are_changed_where_they_decide():
+    limits = Bf16Thresholds(
+        16, 4.0, 2.5, 4, 1.5, 0.02, 0.75, 0.02, 300, 9000, 7, 1.7, 1.6, 0.4, 0.004, 0.2, 0.005, 0.01, "machine"
+    )
+    with pytest.raises(ManifestError, match="another profile"):
+        grown(bf16=limits)
+    manifest = replace(MANIFEST, profile="bf16", bf16=limits)
+    genesis = seal(identity("root"), MANIFEST_KIND, manifest, run=run_id_of(manifest), sequence=1, issued_at=START_MS)
+    start = Chain(open_manifest(genesis.raw))
+    tighter = replace(limits, chunk_mantissa=3.0)
+    assert grown(start, bf16=tighter).current.manifest.bf16 == tighter
+    assert grown(start, note="nothing").current.manifest.bf16 == limits
 
 
 def test_too_many_links_and_bytes_are_refused(monkeypatch):

@@ -179,7 +179,7 @@ def in_words(update: RunUpdate) -> str:
     said += [
         words
         for words, there in (
-            ("new thresholds", update.thresholds),
+            ("new thresholds", update.thresholds or update.bf16),
             ("another lease policy", update.leases),
             ("new addresses", update.control or update.ingress),
             (f"protocol versions from {update.lowest_version:#06x} on", update.lowest_version),

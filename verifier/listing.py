@@ -152,7 +152,9 @@ def _describe(envelope: Envelope | None, record: object) -> str:
 
 
 def _update(update: RunUpdate) -> str:
-    changed = [name for name in (*ONLINE_ROLES, "thresholds", "leases", "routes") if getattr(update, name) is not None]
+    changed = [
+        name for name in (*ONLINE_ROLES, "thresholds", "leases", "routes", "bf16") if getattr(update, name) is not None
+    ]
     changed += [name for name in ("control", "ingress") if getattr(update, name)]
     gone = [f"{_short(item.key)} revoked from entry {item.index} on: {item.reason}" for item in update.revocations]
     said = [f"new {', '.join(changed)}"] if changed else []
