@@ -222,7 +222,9 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "It catches stale weights (those of an earlier step, kept to save the download), a smaller model, quantised "
         "weights, another prompt (a rollout sent twice), and garbage: random tokens, for which nobody has the states. "
         "All differ far more than honest machines do; the bound is several times the honest noise measured for this "
-        "run. A long rollout is read in blocks, and no further than the first that fails. " + _DETERMINISTIC,
+        "run. A long rollout is read in blocks, and no further than the first that fails. In a bf16 run one rollout "
+        "shows 4-bit weights, missing layers and fp8 weights, but seldom int8 ones, a quantised cache or weights a few "
+        "steps old: those are added up over a node's rollouts. " + _DETERMINISTIC,
         "Load the published weights of the lease's step, in the run's dtype, without quantisation, TF32 or a quantised "
         "cache. Run `verifier calibrate` on the machine: above the bound it must not join.",
     ),
@@ -230,15 +232,17 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "A token is not the one that the policy and the lease's seed force.",
         "Sampling is a fixed function of weights and seed. It catches greedy decoding, another temperature, the best "
         "of several samples, one edited token, and a cheaper model's answer, even with proofs made afterwards by the "
-        "right weights: each picks other tokens than the seed does. The margin is far above honest noise. "
-        + _DETERMINISTIC,
+        "right weights: each picks other tokens than the seed does. The margin is far above honest noise. In a bf16 "
+        "run, where rounding decides between tokens that are nearly level, it is a margin beyond any honest one, or "
+        "the sum of a rollout's margins; smaller ones are added up over a node's rollouts. " + _DETERMINISTIC,
         "Sample with the seed and temperature of the request, from the full distribution. Do not use greedy decoding, "
         "top-p, top-k, penalties, or a cheaper model to generate.",
     ),
     ReasonCode.LOGPROB_MISMATCH: Explanation(
         "A claimed log-probability differs from the policy's by more than the run's bound.",
         "It catches invented log-probabilities and those of another model or temperature: they steer the training "
-        "step, and wrong ones can push the model in a chosen direction. " + _DETERMINISTIC,
+        "step, and wrong ones can push the model in a chosen direction. A bf16 run trains on the claimed ones, so "
+        "their sum over a rollout has a bound too. " + _DETERMINISTIC,
         "Report log_softmax(logits / temperature) of the raw float32 logits, without the sampling noise.",
     ),
     ReasonCode.ROUTES_MALFORMED: Explanation(
