@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from node.decode import DecodeRequest, decode
 from protocol import codec
@@ -15,6 +16,9 @@ from protocol.limits import MAX_ROUTES_BYTES, submission_raw_bound
 from protocol.manifest import ModelSpec, Routing, routes_bound
 from shardcast.layout import layout_of_safetensors
 from tests.moe_rig import FAMILIES, moe_model, moe_policy, save_policy
+from trainer.config import LearnerSection
+from trainer.learner import DTYPES
+from trainer.update import Policy
 from verifier import fused, route_noise
 from verifier.errors import CalibrationError, PolicyError, RouteError
 from verifier.model import load_policy
@@ -254,10 +258,27 @@ def test_what_a_class_keeps_in_float32_is_stored_and_held_so(tmp_path, dtype):
     assert torch.equal(policy.model.state_dict()[bias], other.state_dict()[bias])
 
 
+@pytest.mark.parametrize("family", ["qwen3", "glm4"])
+def test_a_learner_publishes_every_tensor_in_the_dtype_it_was_stored_in(tmp_path, family):
+    """From the layout that the manifest names: what another machine loads is what the learner has, biases included."""
+    directory = save_policy(moe_model(family, 6), tmp_path / "base", torch.bfloat16)
+    storage = {spec.name: DTYPES[spec.dtype] for spec in layout_of_safetensors(directory / "model.safetensors").tensors}
+    learner = Policy(load_policy(directory).model, LearnerSection(), storage, 1.0)
+    if family == "glm4":
+        assert sorted(set(storage.values()), key=str) == [torch.bfloat16, torch.float32]
+        learner.model.model.layers[1].mlp.gate.e_score_correction_bias.add_(0.123456789)
+    with torch.no_grad():
+        learner.model.model.layers[1].mlp.gate.weight.add_(0.01)
+    save_policy(learner.model, tmp_path / "next")  # the configuration and the tokenizer
+    save_file(learner.weights(), tmp_path / "next" / "model.safetensors")
+    again = load_policy(tmp_path / "next", weights=torch.bfloat16).model.state_dict()
+    for name, tensor in learner.weights().items():
+        assert torch.equal(again[name], tensor.float()), name
+        assert storage[name] == torch.bfloat16 or torch.equal(again[name], learner.model.state_dict()[name])
+
+
 @pytest.mark.parametrize("change", ["missing", "bfloat16", "shape", "unknown"])
 def test_buffers_are_checked_like_parameters(tmp_path, change):
-    from safetensors.torch import load_file, save_file
-
     save_policy(moe_model("glm4", 6), tmp_path)
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     tensors = load_file(tmp_path / "model.safetensors")
