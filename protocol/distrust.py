@@ -1,9 +1,10 @@
-"""What follows when a validator is found to be wrong, as pure functions of the folded state: `evidence.verdict`.
+"""Who checks validators, and what follows when one is found to be wrong: pure functions of the folded state.
 
-Its verdicts are void, everywhere and for good. What is still open is weighed without them. A decision is taken back
-where a rollout that a batch could still take was accepted on nothing but them: a validator is drawn for it in another
-round. Where none can be, because the secret of its draw period is known, what was accepted so becomes inconclusive,
-and its lease is given to somebody else under the same nonce.
+The coordinator checks a drawn share of the accepted rollouts itself (`to_check`) and enters `evidence.verdict` where it
+contradicts their verdict. Then that validator is suspended, and its verdicts are void, everywhere and for good. What is
+still open is weighed without them. A decision is taken back where a rollout that a batch could still take was accepted
+on nothing but them: a validator is drawn for it in another round. Where none can be, because the secret of its draw
+period is known, what was accepted so becomes inconclusive, and its tasks are leased again under the same nonce.
 
     open                                    goes on without the void verdicts
     accepted, not trained, may still be     taken back, and judged again
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from protocol import decision
+from protocol import decision, draws
 from protocol.errors import LedgerError, ReasonCode
 from protocol.evidence import VerdictEvidence
 from protocol.manifest import RunManifest
@@ -50,6 +51,23 @@ _REJECTIONS = frozenset(
         ReasonCode.REWARD_MISMATCH,
     }
 )
+
+
+def to_check(submission: SubmissionState, secret: bytes) -> list[tuple[int, int]]:
+    """(ledger index of its verdict, position) of each accepted rollout that the coordinator is to check itself.
+
+    Args:
+        secret: of the submission's draw period.
+    """
+    rounds = {state.index: number for number, state in submission.verdicts.items()}
+    digest, number = submission.intent.digest, submission.number
+    return [
+        (outcome.verdict, position)
+        for position, outcome in enumerate(submission.outcomes)
+        if outcome.status == ACCEPTED
+        and outcome.verdict is not None
+        and draws.wants_check(secret, digest, number, rounds[outcome.verdict], position)
+    ]
 
 
 def accused(said: VerdictEvidence, submissions: Iterable[SubmissionState]) -> bytes:

@@ -10,7 +10,7 @@ Not covered: whether these are the policies that the ledger announced (`verifier
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +65,9 @@ class Published:
 class Archive:
     """What `open_published` found."""
 
-    def __init__(self, root: Path, run: Run, announced: Mapping[Key, bytes] | None = None) -> None:
+    def __init__(
+        self, root: Path, run: Run, announced: Mapping[Key, bytes] | None = None, only: Collection[Key] | None = None
+    ) -> None:
         self.root = root
         self.run = run
         self._announced = announced or {}
@@ -77,7 +79,7 @@ class Archive:
         for entry in sorted(root.iterdir()) if root.is_dir() else []:
             key = parse_publication_name(entry.name)
             # Without its records it was never announced: a crash left it, nobody could use it.
-            if key is not None and (entry / PUBLICATION_NAME).exists():
+            if key is not None and (only is None or key in only) and (entry / PUBLICATION_NAME).exists():
                 self._read(key, entry)
         self._newest_head()
 
@@ -204,17 +206,20 @@ class Archive:
             self._note("HEAD.hw", exc)
 
 
-def open_published(run_dir: Path, run: Run, announced: Mapping[Key, bytes] | None = None) -> Archive:
+def open_published(
+    run_dir: Path, run: Run, announced: Mapping[Key, bytes] | None = None, only: Collection[Key] | None = None
+) -> Archive:
     """Read the records of `run_dir`/published. Shards are read by `Archive.problems` and `materialise`.
 
     Args:
         announced: (epoch, step) -> root of the policies in the ledger. What a revoked key signed is left out unless
             its root is one of these.
+        only: read these publications and no others.
 
     Raises:
         OSError: a file that is there cannot be read.
     """
-    return Archive(run_dir / "published", run, announced)
+    return Archive(run_dir / "published", run, announced, only)
 
 
 def _copy(source: Path, fd: int, start: int, limit: int) -> int:

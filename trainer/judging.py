@@ -7,7 +7,7 @@ before the acknowledgement; the same verdict again gets the same answer. A job n
 have earned trust are judged first; a tenth of a busy validator's work stays for those in probation, and no more.
 
 Not covered: who is drawn (`drawing`), what the verdicts decide (`protocol.decision`), what they do to a node
-(`protocol.state`), whether they are right (the audit, a second draw).
+(`protocol.state`), whether they are right (`spot_checks`, the audit, a second draw).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from trainer.evidence import Evidence
 from trainer.leasing import CLOCK_S, MAX_WAIT_S, RETRY_MS, Leasing
 from trainer.members import Members
 from trainer.news import News, in_words
+from trainer.spot_checks import SpotChecks
+from trainer.spot_process import CheckProcess
 from trainer.trainable import Trainable
 from trainer.turns import Turn, Turns
 
@@ -66,6 +68,7 @@ class Judging:
     prompt_ids: batches.PromptIds
     monotonic: Callable[[], float] = time.monotonic
     evidence: Evidence = field(init=False)
+    checks: SpotChecks = field(init=False)
     delivered: dict[bytes, float] = field(default_factory=dict)
     """Job id -> when it was last handed to its validator."""
     taken: dict[bytes, float] = field(default_factory=dict)
@@ -81,6 +84,10 @@ class Judging:
 
     def __post_init__(self) -> None:
         self.evidence = Evidence(self.book, self.files, self.news, self.leasing.close_all_of)
+        run_dir, state_dir = self.files.run_dir, self.book.ledger.path.parent
+        process = CheckProcess(run_dir, state_dir / "checks", run_dir / "logs" / "checks.log")
+        secret, path = self.drawing.secret, state_dir / "checks.json"
+        self.checks = SpotChecks(self.book, self.news, process, secret, self._draw_again, path)
 
     # --- drawing --------------------------------------------------------------------------------------------------
 
@@ -103,23 +110,35 @@ class Judging:
                 yield submission, submission.jobs[number]
 
     async def redraw_forever(self) -> None:
-        """Once a second, draw jobs that have no validator yet, or one that vanished or let the deadline pass."""
-        while True:
-            await asyncio.sleep(CLOCK_S)
-            size = self.book.ledger.size
-            self.tick()
-            if self.book.ledger.size > size:
-                await self.book.commit()
+        """Once a second, draw jobs that have no validator yet, or one that vanished or let the deadline pass; beside it
+        check what validators accepted."""
+        checking = asyncio.create_task(self.checks.run_forever(), name="checks of validators")
+        try:
+            while not checking.done():
+                await asyncio.sleep(CLOCK_S)
+                size = self.book.ledger.size
+                self.tick()
+                if self.book.ledger.size > size:
+                    await self.book.commit()
+            checking.result()
+        finally:
+            checking.cancel()
+            await asyncio.gather(checking, return_exceptions=True)
 
     def tick(self) -> None:
         """Append whatever the passing of time made necessary; the caller commits."""
         self.drawing.keep_in_step()
         self.drops.run()
         self.evidence.run()
+        waiting = self._draw_again()
+        self._say_who_is_missing(sum(decision.next_round(one) is not None for one in waiting))
+
+    def _draw_again(self) -> list[SubmissionState]:
+        """Draw whatever is due for the submissions that wait; returns them."""
         waiting = [self.book.state.submissions[index] for index in self.book.window.unjudged]
         for submission in waiting:
             self._redraw(submission)
-        self._say_who_is_missing(sum(decision.next_round(one) is not None for one in waiting))
+        return waiting
 
     def _redraw(self, submission: SubmissionState) -> None:
         if not submission.jobs:
@@ -149,6 +168,7 @@ class Judging:
         ):
             return  # drawn just now, or as soon as it can be
         self.book.append("tie.lapsed", TieLapsed(submission.index))
+        self.checks.note(submission)
         owner = self.book.state.nodes[submission.owner]
         self._tell_tie(owner)
 
@@ -369,6 +389,7 @@ class Judging:
         self._tell(owner, before, rejected, len(counted.outcomes))
         self._tell_outvoted(owner, submission)
         self.evidence.note(submission, job.round)
+        self.checks.note(submission)
         self.book.log.event(
             "verdict",
             node=owner.key,
