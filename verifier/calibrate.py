@@ -1,10 +1,12 @@
 """`verifier calibrate`: how far an honest engine's rollouts are from this verifier's prefill.
 
-An engine decodes N rollouts at each of several batch sizes through its socket; each is compared with prefills of
-several batch sizes here. The worst of everything becomes the measurement (`thresholds.Measurement`), and from it, by
-rule, the thresholds of a run. It judges nothing: a rollout is taken as honest because its engine is the operator's.
+Engines decode N rollouts at each of several batch sizes and prompt lengths through their sockets; each rollout is
+compared with prefills of several batch sizes, attention kernels and numbers of threads here. The worst of everything
+becomes the measurement (`thresholds.Measurement`, in bf16 `Bf16Measurement`), and from it, by rule, the thresholds of a
+run. Which profile is measured is what the engines compute in. Engines of other kernels, threads or devices are further
+sockets. It judges nothing: a rollout is taken as honest because its engine is the operator's.
 
-Not covered: context lengths beyond the environment's, devices other than the two machines at hand.
+Not covered: starting engines, devices other than the machines at hand, whether another machine is of the same kind.
 
 Shape suffixes: N sampled tokens of one rollout, V vocabulary.
 """
@@ -19,8 +21,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from blake3 import blake3
 
@@ -40,145 +44,287 @@ from protocol.engine import (
 from protocol.files import write_atomic
 from protocol.seeds import sampling_seed
 from verifier import sampling, toploc
+from verifier.checks.proof import as_bf16
 from verifier.errors import CalibrationError
 from verifier.logprobs import token_logprobs
-from verifier.model import PolicyModel, load_policy, prompt_ids
-from verifier.thresholds import PROOF_GATE, SAFETY, Measurement, thresholds, to_json
+from verifier.model import PolicyModel, Prefilled, prompt_ids
+from verifier.profiles import load_to_verify, profile_of
+from verifier.thresholds import (
+    BF16_MEAN_TOKENS,
+    BF16_ROLLOUT_CHUNKS,
+    PROOF_GATE,
+    SAFETY,
+    Bf16Measurement,
+    Measurement,
+    compared,
+    false_rejects,
+    to_json,
+)
 
 DECODE_BATCHES = (1, 8, 32, 128)
 PREFILL_BATCHES = (1, 32, 128)
 _TEMPERATURE = 1.0
 _RUN = blake3(b"headwater calibration").digest()
-_CONNECT_S, _LOAD_S, _GENERATE_S = 30.0, 120.0, 300.0
+_CONNECT_S, _LOAD_S, _GENERATE_S = 30.0, 120.0, 1800.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured over, beside batch sizes.
+
+    sockets: running engines of one profile. rollouts: per engine, decoding batch and context. contexts: tokens that
+    prompts are filled up to, 0 for the environment's own. tokens: sampled per rollout, whatever ends one; 0 samples as
+    the environment does. attention: the verifier's kernels. threads: its CPU threads.
+    """
+
+    sockets: tuple[str, ...]
+    rollouts: int
+    contexts: tuple[int, ...] = (0,)
+    tokens: int = 0
+    attention: tuple[str, ...] = ("sdpa", "eager")
+    threads: tuple[int, ...] = (1, 2)
+    decode_batches: tuple[int, ...] = DECODE_BATCHES
 
 
 @dataclass
-class _Worst:
-    """The largest of everything seen so far."""
+class _Seen:
+    """Everything seen so far: the largest of most, and what means are made from."""
 
     rollouts: int = 0
     tokens: int = 0
     chunks: int = 0
-    proof_median: float = 0.0
-    proof_outliers: int = 0
-    token_margin: float = 0.0
-    tokens_not_first: int = 0
-    logprob: float = 0.0
     lengths: list[int] = field(default_factory=list)
+    tokens_not_first: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def note(self, name: str, value: float) -> None:
+        self.largest[name] = max(value, self.largest.get(name, 0.0))
+
+    def add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """One way of this verifier to compute."""
+
+    policy: PolicyModel
+    batch: int
+    threads: int
 
 
 def run(args: argparse.Namespace) -> int:
     """The command. Exit code 0 when thresholds can be taken, else CalibrationError."""
     torch.set_num_threads(1)
-    measured = asyncio.run(
-        measure(args.model, args.engine_socket, make(args.environment), args.rollouts, shlex.join(_command()))
+    plan = Plan(
+        tuple(args.engine_socket), args.rollouts, args.contexts, args.tokens, args.attention, args.threads, args.batches
     )
-    thresholds(measured)
+    measured = asyncio.run(measure(args.model, plan, make(args.environment), _command(sys.argv[1:])))
     text = to_json(measured)
     write_atomic(args.out, text.encode("utf-8"))
     sys.stdout.write(text if getattr(args, "json", False) else _summary(measured, args.out))
     return 0
 
 
-async def measure(directory: Path, socket: str, environment: Environment, rollouts: int, command: str) -> Measurement:
+async def measure(directory: Path, plan: Plan, environment: Environment, command: str) -> Measurement | Bf16Measurement:
     """Measure honest noise.
 
     Args:
-        directory: the policy the engine is told to load and this verifier loads too.
-        socket: a running engine's Unix socket.
-        rollouts: per decoding batch size.
+        directory: the policy the engines are told to load and this verifier loads too.
         command: how to repeat it; goes into the file.
 
     Raises:
-        EngineError: the engine refused, failed or was silent.
-        CalibrationError: the engine does not compute in fp32 or answered with something else than was asked for.
+        EngineError: an engine refused, failed or was silent.
+        CalibrationError: engines of different profiles, or one that answered with something else than it was asked.
+        VerifierError: a profile that this software does not know.
     """
     root = blake3((directory / "model.safetensors").read_bytes()).digest()
-    policy = load_policy(directory, root=root)
-    stop = _stop_tokens(policy, environment)
-    client = await EngineClient.connect(socket, _CONNECT_S)
+    clients: list[EngineClient] = []
     try:
-        info = await client.call("info", InfoRequest(), EngineInfo, _CONNECT_S)
-        if info.profile != "fp32":
-            raise CalibrationError(f"{info.name} computes in {info.profile}; only the fp32 profile is calibrated here")
-        await client.call("load", LoadRequest(str(directory.resolve()), 0, 0, root), Loaded, _LOAD_S)
-        worst = _Worst()
-        for number, size in enumerate(DECODE_BATCHES):
-            items = [_item(policy, environment, rollouts * number + i) for i in range(rollouts)]
-            for start in range(0, rollouts, size):
-                request = GenerateRequest(root, _TEMPERATURE, stop, tuple(items[start : start + size]))
-                answer = await client.call("generate", request, Generated, _GENERATE_S)
-                if [out.request_id for out in answer.outputs] != [item.request_id for item in request.items]:
-                    raise CalibrationError(f"{info.name} answered other requests than it was asked")
-                _compare(worst, policy, request.items, answer.outputs)
+        infos = []
+        for socket in plan.sockets:
+            clients.append(await EngineClient.connect(socket, _CONNECT_S))
+            infos.append(await clients[-1].call("info", InfoRequest(), EngineInfo, _CONNECT_S))
+        profile = profile_of(infos[0].profile)
+        if any(info.profile != profile.name for info in infos):
+            raise CalibrationError("these engines compute in different profiles; measure each profile for itself")
+        policies = {kind: load_to_verify(directory, profile.name, root=root, attention=kind) for kind in plan.attention}
+        policy = policies[plan.attention[0]]
+        prefills = [_Prefill(policy, batch, plan.threads[0]) for batch in PREFILL_BATCHES]
+        prefills += [_Prefill(other, PREFILL_BATCHES[1], plan.threads[0]) for other in list(policies.values())[1:]]
+        prefills += [_Prefill(policy, PREFILL_BATCHES[1], threads) for threads in plan.threads[1:]]
+        seen = _Seen()
+        index = 0
+        for client, info in zip(clients, infos, strict=True):
+            await client.call("load", LoadRequest(str(directory.resolve()), 0, 0, root), Loaded, _LOAD_S)
+            for context in plan.contexts:
+                for size in plan.decode_batches:
+                    indices = range(index, index + plan.rollouts)
+                    items = [_item(policy, environment, plan, i, context) for i in indices]
+                    index += plan.rollouts
+                    for start in range(0, len(items), size):
+                        await _ask(client, info, policy, environment, plan, items[start : start + size], seen, prefills)
     finally:
-        await client.close()
-    return Measurement(
-        command=command,
-        model=directory.name,
-        weights=root.hex(),
-        environment=environment.name,
-        engine=info.name,
-        machine=_machine(),
-        profile=info.profile,
-        decode_batches=DECODE_BATCHES,
-        prefill_batches=PREFILL_BATCHES,
-        rollouts=worst.rollouts,
-        tokens=worst.tokens,
-        chunks=worst.chunks,
-        proof_median=worst.proof_median,
-        proof_outliers=worst.proof_outliers,
-        token_margin=worst.token_margin,
-        tokens_not_first=worst.tokens_not_first,
-        logprob=worst.logprob,
-        one_token_rollouts=worst.lengths.count(1),
-        shortest=min(worst.lengths),
-        longest=max(worst.lengths),
+        torch.set_num_threads(1)
+        for client in clients:
+            await client.close()
+    return _measurement(directory, plan, environment, command, root, infos, seen)
+
+
+async def _ask(
+    client: EngineClient,
+    info: EngineInfo,
+    policy: PolicyModel,
+    environment: Environment,
+    plan: Plan,
+    items: list[GenerateItem],
+    seen: _Seen,
+    prefills: Sequence[_Prefill],
+) -> None:
+    stop = () if plan.tokens else _stop_tokens(policy, environment)
+    request = GenerateRequest(policy.root, _TEMPERATURE, stop, tuple(items))
+    answer = await client.call("generate", request, Generated, _GENERATE_S)
+    if [out.request_id for out in answer.outputs] != [item.request_id for item in request.items]:
+        raise CalibrationError(f"{info.name} answered other requests than it was asked")
+    _compare(seen, info.profile, request.items, answer.outputs, prefills)
+
+
+def _measurement(
+    directory: Path,
+    plan: Plan,
+    environment: Environment,
+    command: str,
+    root: bytes,
+    infos: Sequence[EngineInfo],
+    seen: _Seen,
+) -> Measurement | Bf16Measurement:
+    largest, sums = seen.largest, seen.sums
+    how: dict[str, Any] = {
+        "command": command,
+        "model": directory.name,
+        "weights": root.hex(),
+        "environment": environment.name,
+        "engine": "; ".join(dict.fromkeys(info.name for info in infos)),
+        "machine": _machine(),
+        "profile": infos[0].profile,
+        "decode_batches": plan.decode_batches,
+        "prefill_batches": PREFILL_BATCHES,
+        "contexts": plan.contexts,
+        "attention": plan.attention,
+        "threads": plan.threads,
+        "rollouts": seen.rollouts,
+        "tokens": seen.tokens,
+        "chunks": seen.chunks,
+        "shortest": min(seen.lengths),
+        "longest": max(seen.lengths),
+        "tokens_not_first": seen.tokens_not_first,
+        "token_margin": largest["token_margin"],
+        "logprob": largest["logprob"],
+    }
+    if infos[0].profile == "fp32":
+        return Measurement(
+            **how,
+            proof_median=largest["proof_median"],
+            proof_outliers=int(largest["proof_outliers"]),
+            one_token_rollouts=seen.lengths.count(1),
+        )
+    return Bf16Measurement(
+        **how,
+        exponents=int(largest["exponents"]),
+        chunk_mantissa=largest["chunk_mantissa"],
+        rollout_mantissa=largest.get("rollout_mantissa", 0.0),
+        margin_mean=largest["margin_mean"],
+        logprob_mean=largest["logprob_mean"],
+        mantissa_mean=sums["mantissa"] / sums["compared"],
+        margin_sum_mean=sums["margin"] / sums["compared"],
     )
 
 
-def _item(policy: PolicyModel, environment: Environment, index: int) -> GenerateItem:
+def _item(policy: PolicyModel, environment: Environment, plan: Plan, index: int, context: int) -> GenerateItem:
+    """One request. Prompts shorter than `context` get other tasks' in front: text the model takes as examples."""
     prompt = prompt_ids(policy.tokenizer, environment.task(index).prompt)
+    before: list[int] = []
+    other = 1_000_003 * (index + 1)
+    while len(before) + len(prompt) < context:
+        before += prompt_ids(policy.tokenizer, environment.task(other).prompt)
+        other += 1
+    prompt = (before + prompt)[-max(context, len(prompt)) :]
     return GenerateItem(
         request_id=str(index),
         prompt=np.asarray(prompt, dtype="<u4").tobytes(),
         seed=sampling_seed(_RUN, bytes(32), index, 0),
-        max_new_tokens=environment.max_new_tokens,
+        max_new_tokens=plan.tokens or environment.max_new_tokens,
     )
 
 
 def _compare(
-    worst: _Worst, policy: PolicyModel, items: Sequence[GenerateItem], outputs: Sequence[GenerateOutput]
+    seen: _Seen,
+    profile: str,
+    items: Sequence[GenerateItem],
+    outputs: Sequence[GenerateOutput],
+    prefills: Sequence[_Prefill],
 ) -> None:
     sequences = [
         (np.frombuffer(item.prompt, dtype="<u4").astype(np.int64), np.frombuffer(out.tokens, "<u4").astype(np.int64))
         for item, out in zip(items, outputs, strict=True)
     ]
-    worst.rollouts += len(outputs)
-    worst.tokens += sum(len(tokens) for _, tokens in sequences)
-    worst.chunks += sum(len(out.proofs) for out in outputs)
-    worst.lengths += [len(tokens) for _, tokens in sequences]
-    for batch in PREFILL_BATCHES:
-        prefilled = policy.prefill(sequences, batch)
-        proofs = [out.proofs for out in outputs]
-        for chunks in toploc.verify_many([p.states_NH for p in prefilled], proofs, PROOF_GATE / SAFETY):
-            worst.proof_median = max([worst.proof_median, *(chunk.median for chunk in chunks)])
-            worst.proof_outliers = max([worst.proof_outliers, *(chunk.outliers for chunk in chunks)])
+    proofs = [out.proofs for out in outputs]
+    seen.rollouts += len(outputs)
+    seen.tokens += sum(len(tokens) for _, tokens in sequences)
+    seen.chunks += sum(len(chunks) for chunks in proofs)
+    seen.lengths += [len(tokens) for _, tokens in sequences]
+    for number, prefill in enumerate(prefills):
+        torch.set_num_threads(prefill.threads)
+        prefilled = prefill.policy.prefill(sequences, prefill.batch)
+        torch.set_num_threads(1)
+        if profile == "fp32":
+            for fp32 in toploc.verify_many([p.states_NH for p in prefilled], proofs, PROOF_GATE / SAFETY):
+                seen.note("proof_median", max(chunk.median for chunk in fp32))
+                seen.note("proof_outliers", max(chunk.outliers for chunk in fp32))
+        else:
+            for bf16 in toploc.verify_many_bf16([as_bf16(p.states_NH) for p in prefilled], proofs):
+                means = [chunk.mantissa_mean for chunk in bf16]
+                seen.note("exponents", max(chunk.exponents for chunk in bf16))
+                seen.note("chunk_mantissa", max(means))
+                if len(means) >= BF16_ROLLOUT_CHUNKS:
+                    seen.note("rollout_mantissa", sum(means) / len(means))
+                seen.add("mantissa", sum(means) / len(means))
         for (prompt, tokens), item, out, own in zip(sequences, items, outputs, prefilled, strict=True):
-            logits_NV, tokens_N = torch.from_numpy(own.logits_NV), torch.from_numpy(tokens)
-            positions = len(prompt) + np.arange(len(tokens))
-            noise_NV = sampling.gumbel_noise([item.seed] * len(tokens), positions, policy.vocabulary)
-            margins_N = sampling.margins(logits_NV, _TEMPERATURE, noise_NV, tokens_N)
-            own_N = token_logprobs(logits_NV, tokens_N, _TEMPERATURE).numpy()
-            claimed_N = np.frombuffer(out.logprobs, "<f4")
-            if claimed_N.shape != own_N.shape or not np.isfinite([*margins_N, *own_N, *claimed_N]).all():
-                raise CalibrationError(
-                    f"request {item.request_id}: numbers are missing or not finite; the engine or "
-                    "this verifier does not compute the model"
-                )
-            worst.token_margin = max(worst.token_margin, float(margins_N.max()))
-            worst.tokens_not_first += int((margins_N > 0).sum())
-            worst.logprob = max(worst.logprob, float(np.abs(own_N - claimed_N).max()))
+            _compare_tokens(seen, prefill.policy, prompt, tokens, item, out, own, first=number == 0)
+
+
+def _compare_tokens(
+    seen: _Seen,
+    policy: PolicyModel,
+    prompt: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    item: GenerateItem,
+    out: GenerateOutput,
+    own: Prefilled,
+    *,
+    first: bool,
+) -> None:
+    logits_NV, tokens_N = torch.from_numpy(own.logits_NV), torch.from_numpy(tokens)
+    positions = len(prompt) + np.arange(len(tokens))
+    noise_NV = sampling.gumbel_noise([item.seed] * len(tokens), positions, policy.vocabulary)
+    margins_N = sampling.margins(logits_NV, _TEMPERATURE, noise_NV, tokens_N).numpy()
+    own_N = token_logprobs(logits_NV, tokens_N, _TEMPERATURE).numpy()
+    claimed_N = np.frombuffer(out.logprobs, "<f4")
+    if claimed_N.shape != own_N.shape or not np.isfinite([*margins_N, *own_N, *claimed_N]).all():
+        raise CalibrationError(
+            f"request {item.request_id}: numbers are missing or not finite; the engine or this verifier does not "
+            "compute the model"
+        )
+    difference_N = (claimed_N - own_N).astype(np.float64)
+    count = max(len(tokens), BF16_MEAN_TOKENS)
+    seen.note("token_margin", float(margins_N.max()))
+    seen.note("margin_mean", float(margins_N.sum(dtype=np.float64)) / count)
+    seen.note("logprob", float(np.abs(difference_N).max()))
+    seen.note("logprob_mean", abs(float(difference_N.sum())) / count)
+    seen.add("margin", float(margins_N.sum(dtype=np.float64)))
+    seen.add("compared", 1)
+    seen.tokens_not_first += int((margins_N > 0).sum()) if first else 0
 
 
 def _stop_tokens(policy: PolicyModel, environment: Environment) -> tuple[int, ...]:
@@ -190,8 +336,13 @@ def _stop_tokens(policy: PolicyModel, environment: Environment) -> tuple[int, ..
     return tuple(ids)
 
 
-def _command() -> list[str]:
-    return ["verifier", *sys.argv[1:]]
+def _command(arguments: Sequence[str]) -> str:
+    """The command as others would type it: of absolute paths only the last part, since the file is published."""
+    words = []
+    for word in arguments:
+        option, equals, value = word.rpartition("=")
+        words.append(option + equals + (Path(value).name if value.startswith("/") else value))
+    return shlex.join(["verifier", *words])
 
 
 def _machine() -> str:
@@ -200,17 +351,15 @@ def _machine() -> str:
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = f"{names[0]}, {len(names)} threads" if names else model
-    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, 1 thread"
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
-def _summary(measured: Measurement, out: Path) -> str:
-    limits = thresholds(measured)
-    return (
-        f"{measured.rollouts} honest rollouts, {measured.tokens} tokens, {measured.chunks} proof chunks\n"
-        f"  proof median      {measured.proof_median:.2e}   threshold {limits.proof_median:.2e}\n"
-        f"  proof outliers    {measured.proof_outliers}          threshold {limits.proof_outliers}\n"
-        f"  token margin      {measured.token_margin:.2e}   threshold {limits.token_margin:.2e}"
-        f"   ({measured.tokens_not_first} tokens not first)\n"
-        f"  log-probability   {measured.logprob:.2e}   threshold {limits.logprob:.2e}\n"
-        f"written to {out}\n"
-    )
+def _summary(measured: Measurement | Bf16Measurement, out: Path) -> str:
+    lines = [
+        f"{measured.rollouts} honest rollouts, {measured.tokens} tokens, {measured.chunks} proof chunks",
+        f"  0 of {measured.rollouts} are rejected, so at 95% at most {false_rejects(measured.rollouts):.2%} are",
+    ]
+    for name, value, bound in compared(measured):
+        lines.append(f"  {name:<44} {value:<9.3g} threshold {bound:.3g}")
+    lines.append(f"  {measured.tokens_not_first} tokens are not the verifier's first choice")
+    return "\n".join([*lines, f"written to {out}", ""])

@@ -103,9 +103,21 @@ def _parser() -> argparse.ArgumentParser:
         "verifier calibrate model/ --engine-socket /tmp/engine.sock --out noise.json",
     )
     sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="config, tokenizer and weights the engine loads")
-    sub.add_argument("--engine-socket", required=True, metavar="PATH", help="socket of a running engine")
+    sub.add_argument("--engine-socket", required=True, action="append", metavar="PATH",
+                     help="socket of a running engine; repeatable: other threads, kernels, devices")  # fmt: skip
     sub.add_argument("--environment", default="word", metavar="NAME", help="whose prompts to sample from")
-    sub.add_argument("--rollouts", type=int, default=200, metavar="N", help="how many to measure on (default: 200)")
+    sub.add_argument("--rollouts", type=int, default=200, metavar="N",
+                     help="how many to measure on, for each engine, batch size and context (default: 200)")  # fmt: skip
+    sub.add_argument("--contexts", type=_numbers(0), default=(0,), metavar="N,..",
+                     help="tokens that prompts are filled up to (default: 0, the environment's own)")  # fmt: skip
+    sub.add_argument("--tokens", type=int, default=0, metavar="N",
+                     help="tokens to sample, whatever ends a rollout (default: as the environment does)")  # fmt: skip
+    sub.add_argument("--batches", type=_numbers(1), default=(1, 8, 32, 128), metavar="N,..",
+                     help="rollouts that are decoded at once (default: 1,8,32,128)")  # fmt: skip
+    sub.add_argument("--attention", type=_kernels, default=("sdpa", "eager"), metavar="A,..",
+                     help="kernels to prefill with (default: sdpa,eager)")  # fmt: skip
+    sub.add_argument("--threads", type=_numbers(1), default=(1, 2), metavar="N,..",
+                     help="CPU threads to prefill with (default: 1,2)")  # fmt: skip
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the measurement goes")
     return parser
 
@@ -118,6 +130,26 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: give a number above 0 and at most 1, such as 0.1")
     return value
+
+
+def _numbers(lowest: int) -> Callable[[str], tuple[int, ...]]:
+    def parse(text: str) -> tuple[int, ...]:
+        try:
+            values = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            values = ()
+        if not values or min(values) < lowest or max(values) > 1 << 20:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from {lowest} on, such as 1,32")
+        return values
+
+    return parse
+
+
+def _kernels(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if not set(names) <= {"sdpa", "eager"}:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of kernels; there are sdpa and eager")
+    return names
 
 
 def _count(text: str) -> int:
@@ -205,6 +237,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     if args.rollouts < 1:
         raise UsageError("--rollouts must be at least 1; 200 is what the shipped measurements use")
+    if args.tokens < 0:
+        raise UsageError("--tokens must be at least 1, or 0 to sample as the environment does")
     return calibrate.run(args)
 
 

@@ -6,9 +6,23 @@
     logprob        max(3e-4, 10 x honest maximum), never above 1e-3: it grows with the logits as a policy sharpens, and
                    is not trained on, so that room costs nothing
 
-A measurement above a ceiling does not join the fp32 profile; there is no way to widen it by hand. The checked-in
-`verifier/data/noise-*.json` hold a manifest's `Thresholds` and under `measurement` what they were taken from. Needs
-no torch.
+and in the bf16 profile, where the honest maximum is that of a float32 verifier:
+
+    chunk_exponents   max(16, 2 x honest maximum), at most 32 of 128 points
+    chunk_mantissa    max(4, 2 x), at most 6 (unrelated states: about 32; int8 weights 2.7, fp8 ones 5 of a small model)
+    rollout_mantissa  max(2.5, 1.5 x), at most 4: over 4 chunks or more; of shorter rollouts only the chunks count
+    token_margin      max(1.5, 3 x), at most 4: no rounding lifts a token that far, another seed does in a few tokens
+    margin_mean       max(0.02, 3 x) a token, at most 0.06: greedy tokens, another temperature, a smaller model
+    logprob           max(0.75, 3 x), at most 1.5
+    logprob_mean      max(0.02, 3 x) a token, at most 0.1
+
+These reject a rollout alone, so they lie beyond anything that was ever measured of an honest one. What they do not see
+in one rollout (int8 weights, weights a few steps old, choosing among tokens that are nearly level) is added up per node
+(`evidence`).
+
+A measurement above a ceiling does not join its profile; there is no way to widen it by hand. The checked-in
+`verifier/data/noise-*.json` hold a manifest's `Thresholds` or `Bf16Thresholds` and under `measurement` what they were
+taken from. Needs no torch.
 
 Not covered: measuring (`calibrate`), deciding (`checks`).
 """
@@ -20,8 +34,9 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from protocol.manifest import Thresholds
+from protocol.manifest import Bf16Thresholds, Thresholds
 from verifier.errors import CalibrationError
 
 SAFETY = 5.0
@@ -35,6 +50,11 @@ a hundredth of what int8 weights do. With 2^-6, int8 weights in the last 40% of 
 nothing about the other half."""
 TOKEN_MARGIN = 1e-4
 LOGPROB_SAFETY, LOGPROB_FLOOR, LOGPROB_CEILING = 10.0, 3e-4, 1e-3
+
+BF16_ROLLOUT_CHUNKS = 4
+"""A mean over fewer chunks is nearly as noisy as one chunk, which has a bound of its own."""
+BF16_MEAN_TOKENS = 32
+"""Sums over fewer tokens are divided by this many: of one token the mean is the token, which has a bound of its own."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,147 @@ class Measurement:
     one_token_rollouts: int
     shortest: int
     longest: int
+    contexts: tuple[int, ...] = (0,)
+    """Prompt tokens that other tasks were put in front for; 0 is the environment's own prompt."""
+    attention: tuple[str, ...] = ("sdpa",)
+    """The verifier's kernels; an engine says its own in its name."""
+    threads: tuple[int, ...] = (1,)
+    """The verifier's CPU threads."""
+
+
+@dataclass(frozen=True)
+class Bf16Measurement:
+    """One calibration of the bf16 profile, in the same words."""
+
+    command: str
+    model: str
+    weights: str
+    environment: str
+    engine: str
+    machine: str
+    profile: str
+    decode_batches: tuple[int, ...]
+    prefill_batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    attention: tuple[str, ...]
+    threads: tuple[int, ...]
+    rollouts: int
+    tokens: int
+    chunks: int
+    shortest: int
+    longest: int
+    exponents: int
+    chunk_mantissa: float
+    rollout_mantissa: float
+    """Over rollouts of `BF16_ROLLOUT_CHUNKS` chunks or more; 0 when there was none."""
+    token_margin: float
+    margin_mean: float
+    """Largest sum of a rollout's margins, divided by its tokens or by `BF16_MEAN_TOKENS`."""
+    logprob: float
+    logprob_mean: float
+    """The same of the differences of its log-probabilities, without their sign."""
+    tokens_not_first: int
+    mantissa_mean: float
+    """Mean over all rollouts, which evidence per node starts from."""
+    margin_sum_mean: float
+    """Mean of the sum of margins over all rollouts."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """max(floor, safety x honest maximum), refused above the ceiling."""
+
+    name: str
+    safety: float
+    floor: float
+    ceiling: float
+
+    def bound(self, honest: float) -> float:
+        return _at_least(self.floor, self.safety * honest)
+
+
+_BF16_RULES = {
+    "chunk_exponents": _Rule("points of a chunk with another exponent", 2.0, 16.0, 32.0),
+    "chunk_mantissa": _Rule("mantissa mean of a chunk", 2.0, 4.0, 6.0),
+    "rollout_mantissa": _Rule("mantissa mean of a rollout", 1.5, 2.5, 4.0),
+    "token_margin": _Rule("margin of a token", 3.0, 1.5, 4.0),
+    "margin_mean": _Rule("mean margin of a rollout", 3.0, 0.02, 0.06),
+    "logprob": _Rule("log-probability", 3.0, 0.75, 1.5),
+    "logprob_mean": _Rule("mean difference of log-probabilities", 3.0, 0.02, 0.1),
+}
+_BF16_HONEST = {"chunk_exponents": "exponents"}
+"""Rules whose honest maximum has another name in a measurement."""
+
+
+def bf16_thresholds(measured: Bf16Measurement) -> Bf16Thresholds:
+    """A bf16 run's thresholds.
+
+    Raises:
+        CalibrationError: honest noise too close to a bound that may not move.
+    """
+    bounds = {}
+    for field, rule in _BF16_RULES.items():
+        bounds[field] = bound = rule.bound(float(getattr(measured, _BF16_HONEST.get(field, field))))
+        if not bound <= rule.ceiling:
+            raise CalibrationError(
+                f"honest noise of {measured.model} is too high for the bf16 profile: {rule.name}, with its safety "
+                f"factor, is {bound:.3g} and may be at most {rule.ceiling:.3g}. Use the fp32 profile, or leave this "
+                "engine, device or model out of the run"
+            )
+    if measured.rollouts < 1:
+        raise CalibrationError("a measurement without rollouts says nothing")
+    return Bf16Thresholds(
+        chunk_exponents=int(bounds["chunk_exponents"]),
+        chunk_mantissa=bounds["chunk_mantissa"],
+        rollout_mantissa=bounds["rollout_mantissa"],
+        rollout_chunks=BF16_ROLLOUT_CHUNKS,
+        token_margin=bounds["token_margin"],
+        margin_mean=bounds["margin_mean"],
+        logprob=bounds["logprob"],
+        logprob_mean=bounds["logprob_mean"],
+        measured_rollouts=measured.rollouts,
+        measured_tokens=measured.tokens,
+        measured_exponents=measured.exponents,
+        measured_chunk_mantissa=measured.chunk_mantissa,
+        measured_rollout_mantissa=measured.rollout_mantissa,
+        measured_token_margin=measured.token_margin,
+        measured_margin_mean=measured.margin_mean,
+        measured_logprob=measured.logprob,
+        measured_logprob_mean=measured.logprob_mean,
+        false_rejects=false_rejects(measured.rollouts),
+        machine=measured.machine,
+    )
+
+
+def compared(measured: Measurement | Bf16Measurement) -> list[tuple[str, float, float]]:
+    """For people: what was measured, its honest maximum, its threshold.
+
+    Raises:
+        CalibrationError: see `thresholds` and `bf16_thresholds`.
+    """
+    if isinstance(measured, Measurement):
+        limits = thresholds(measured)
+        return [
+            ("median error of a chunk", measured.proof_median, limits.proof_median),
+            ("points of a chunk that are off", measured.proof_outliers, limits.proof_outliers),
+            ("margin of a token", measured.token_margin, limits.token_margin),
+            ("log-probability", measured.logprob, limits.logprob),
+        ]
+    bounds = dataclasses.asdict(bf16_thresholds(measured))
+    return [
+        (rule.name, float(getattr(measured, _BF16_HONEST.get(field, field))), float(bounds[field]))
+        for field, rule in _BF16_RULES.items()
+    ]
+
+
+def false_rejects(rollouts: int) -> float:
+    """Upper bound of the share of honest rollouts that are rejected, at 95%, when 0 of `rollouts` were: 3 / n."""
+    return min(1.0, 3.0 / rollouts)
+
+
+def thresholds_of_bf16_run(machine: str) -> Thresholds:
+    """The `Thresholds` of a bf16 run: nothing passes these but how far details may lie from what was claimed."""
+    return Thresholds(0.0, 0, 0.0, 0.0, LOGPROB_FLOOR, 0, 0, 0.0, 0, 0.0, 0.0, machine)
 
 
 def thresholds(measured: Measurement) -> Thresholds:
@@ -108,18 +269,23 @@ def _at_least(floor: float, value: float) -> float:
     return value if not value < floor else floor  # a NaN stays one, and is refused
 
 
-def to_json(measured: Measurement) -> str:
+def to_json(measured: Measurement | Bf16Measurement) -> str:
     """The text of a noise file: thresholds first, then the measurement.
 
     Raises:
-        CalibrationError: see `thresholds`.
+        CalibrationError: see `thresholds` and `bf16_thresholds`.
     """
-    fields = dataclasses.asdict(thresholds(measured)) | {"measurement": dataclasses.asdict(measured)}
+    fields = _thresholds_of(measured) | {"measurement": dataclasses.asdict(measured)}
     return json.dumps(fields, indent=2) + "\n"
 
 
-def read(path: Path) -> Measurement:
-    """Read a noise file's measurement.
+def _thresholds_of(measured: Measurement | Bf16Measurement) -> dict[str, Any]:
+    made = thresholds(measured) if isinstance(measured, Measurement) else bf16_thresholds(measured)
+    return dataclasses.asdict(made)
+
+
+def read(path: Path) -> Measurement | Bf16Measurement:
+    """Read a noise file's measurement, of the profile it names.
 
     Raises:
         CalibrationError: missing, not JSON, unknown or missing fields, numbers that are not finite, or thresholds
@@ -128,14 +294,15 @@ def read(path: Path) -> Measurement:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         fields = raw.pop("measurement")
-        for key in ("decode_batches", "prefill_batches"):
-            fields[key] = tuple(fields[key])
-        measured = Measurement(**fields)
-        numbers = [v for v in fields.values() if isinstance(v, float)]
+        kind: Any = Bf16Measurement if fields["profile"] == "bf16" else Measurement
+        measured: Measurement | Bf16Measurement = kind(
+            **{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+        )
+        numbers = [v for v in fields.values() if isinstance(v, int | float)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise CalibrationError(f"{path} is no noise measurement ({exc!r}); make one with `verifier calibrate`") from exc
     if not all(math.isfinite(v) and v >= 0 for v in numbers):
         raise CalibrationError(f"{path} holds a number that is negative or not finite; measure again")
-    if raw != dataclasses.asdict(thresholds(measured)):
+    if raw != _thresholds_of(measured):
         raise CalibrationError(f"the thresholds in {path} do not follow from its measurement; measure again")
     return measured
