@@ -18,6 +18,7 @@ from protocol.envelope import seal
 from protocol.identity import Identity
 from protocol.manifest import (
     MANIFEST_KIND,
+    Bf16Thresholds,
     LeasePolicy,
     ModelSpec,
     Run,
@@ -37,6 +38,7 @@ from protocol.records import (
 )
 from protocol.seeds import sampling_seed
 from verifier import toploc
+from verifier.checks.proof import as_bf16
 from verifier.judge import Judgement, judge
 from verifier.model import PolicyModel, completion_text, load_policy, prompt_ids
 from verifier.thresholds import PROOF_GATE
@@ -46,7 +48,23 @@ TINY = Path(__file__).parent.parent / "trainer" / "data" / "tiny"
 NONCE = bytes(range(32))
 
 
-def open_run(environment: Environment, temperature: float, cap: int, stop: tuple[int, ...], seed: bytes = b"a") -> Run:
+BF16 = Bf16Thresholds(
+    chunk_exponents=24, chunk_mantissa=6.0, rollout_mantissa=3.5, rollout_chunks=4, token_margin=1.0, margin_mean=0.02,
+    logprob=0.5, logprob_mean=0.02, measured_rollouts=0, measured_tokens=0, measured_exponents=0,
+    measured_chunk_mantissa=0.0, measured_rollout_mantissa=0.0, measured_token_margin=0.0, measured_margin_mean=0.0,
+    measured_logprob=0.0, measured_logprob_mean=0.0, false_rejects=1.0, machine="test",
+)  # fmt: skip
+
+
+def open_run(
+    environment: Environment,
+    temperature: float,
+    cap: int,
+    stop: tuple[int, ...],
+    seed: bytes = b"a",
+    bf16: Bf16Thresholds | None = None,
+) -> Run:
+    """A signed run; in the bf16 profile when thresholds for it are given."""
     root = Identity.from_seed(seed * 32)
     manifest = RunManifest(
         name="test",
@@ -57,7 +75,7 @@ def open_run(environment: Environment, temperature: float, cap: int, stop: tuple
         coordinator_transport=Identity.from_seed(bytes([7]) * 32).public,
         control=(),
         ingress=(),
-        profile="fp32",
+        profile="fp32" if bf16 is None else "bf16",
         model=ModelSpec("Qwen3ForCausalLM", "float32", bytes(32), 256, ()),
         environments=(environment.spec(),),
         sampling=SamplingSpec(temperature, cap, stop),
@@ -68,6 +86,7 @@ def open_run(environment: Environment, temperature: float, cap: int, stop: tuple
         allow_private=True,
         contact="nobody@example.org",
         privacy="none",
+        bf16=bf16,
     )
     envelope = seal(root, MANIFEST_KIND, manifest, run=run_id_of(manifest), sequence=1, issued_at=1)
     return open_manifest(envelope.raw)
@@ -83,6 +102,12 @@ class Rig:
     environment: Environment
     honest: Submission
     generator: object = None
+    """The model that honest nodes sample from, where it is not the policy's own (bf16)."""
+    policy_folder: Path = TINY
+
+    @property
+    def limbs(self) -> int:
+        return toploc.LIMBS[self.run.manifest.profile]
 
     def answer(
         self,
@@ -107,13 +132,13 @@ class Rig:
             for task, (index, sample) in zip(tasks, numbers, strict=True)
         ]
         outputs = decode(
-            model or self.policy.model,
+            model or self.generator or self.policy.model,
             requests,
             temperature=temperature or sampling.temperature,
             stop_tokens=stop,
             batch_rows=batch_rows,
         )
-        proofs = toploc.build_many([out.states_NH for out in outputs])
+        proofs = toploc.build_many([out.states_NH for out in outputs], self.limbs)
         rollouts = tuple(
             Rollout(
                 task=index,
@@ -145,7 +170,7 @@ class Rig:
             logprobs=logprobs.numpy().astype("<f4").tobytes(),
             finish=FINISH_EOS if finished else FINISH_LENGTH,
             reward=self.environment.score(self.environment.task(rollout.task), text, finished),
-            proofs=tuple(toploc.build_proofs(pre.states_NH)),
+            proofs=tuple(toploc.build_proofs(pre.states_NH if self.limbs == 2 else as_bf16(pre.states_NH), self.limbs)),
         )
 
     def judge(self, submission: Submission) -> Judgement:
@@ -165,9 +190,17 @@ class Rig:
 
 
 def make_rig(
-    policy: PolicyModel, environment: Environment, tasks: int, samples: int, cap: int, stop: tuple[int, ...]
+    policy: PolicyModel,
+    environment: Environment,
+    tasks: int,
+    samples: int,
+    cap: int,
+    stop: tuple[int, ...],
+    *,
+    bf16: Bf16Thresholds | None = None,
+    generator: object = None,
 ) -> Rig:
-    run = open_run(environment, 1.0, cap, stop)
+    run = open_run(environment, 1.0, cap, stop, bf16=bf16)
     lease = Lease(
         bytes(16),
         run.id,
@@ -182,7 +215,7 @@ def make_rig(
         60_000,
         1 << 20,
     )
-    rig = Rig(run, lease, policy, environment, Submission(bytes(16), "test", ()))
+    rig = Rig(run, lease, policy, environment, Submission(bytes(16), "test", ()), generator)
     rig.honest = rig.answer()
     return rig
 
