@@ -13,7 +13,7 @@ from protocol.manifest import Thresholds, open_manifest, parse_share_code
 from shardcast.layout import layout_hash, layout_of_safetensors
 from trainer import config
 from trainer.coordinator import load_run
-from trainer.init import load_thresholds, make_run
+from trainer.init import load_bf16_thresholds, load_thresholds, make_run
 
 NOISE = Thresholds(1e-4, 2, 1e-4, 1e-3, 1e-3, 1, 1, 0.0, 0, 0.0, 0.0, "tests")
 
@@ -156,9 +156,32 @@ def test_a_missing_or_unusable_measurement_of_honest_noise_is_said(
         load_thresholds("tiny")
 
 
+def test_a_bf16_run_carries_what_was_measured_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", profile="bf16")
+    manifest, loaded = run.manifest, config.load(tmp_path / "run")
+    assert (manifest.profile, loaded.run.profile) == ("bf16", "bf16")
+    assert manifest.bf16 == load_bf16_thresholds("tiny") and manifest.bf16.measured_rollouts >= 600
+    assert manifest.thresholds.proof_median == 0.0, "no fp32 proof passes here"
+    assert make_run(tmp_path / "two", overrides={"run.profile": "bf16"}).manifest.bf16 == manifest.bf16
+    fp32 = make_run(tmp_path / "fp32").manifest
+    assert fp32.bf16 is None and fp32.thresholds == load_thresholds("tiny")
+    text = (tmp_path / "run" / "run.toml").read_text()
+    (tmp_path / "run" / "run.toml").write_text(text.replace('profile = "bf16"', 'profile = "fp32"'))
+    with pytest.raises(UsageError, match=r"profile fp32, the signed manifest bf16; correct \[run\] profile"):
+        load_run(config.load(tmp_path / "run"))
+
+    import verifier
+
+    monkeypatch.setattr(verifier, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(UsageError, match=r"tiny-bf16 was never measured.*--profile bf16.*verifier calibrate"):
+        make_run(tmp_path / "three", profile="bf16")
+    assert not (tmp_path / "three").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"profile": "fp8"}, "run.profile"),
         ({"preset": "huge"}, "no preset"),
         ({"environment": "word/backwards"}, "environment 'word/backwards' for tiny; choose from reverse"),
         ({"environment": "chess"}, "environment 'chess'"),

@@ -148,6 +148,7 @@ def _init_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("dir", type=Path, metavar="DIR", help="where the run goes; must hold none yet")
     parser.add_argument("--preset", default="tiny", choices=("tiny", "smollm2"), help="model and its settings")
+    parser.add_argument("--profile", default="fp32", choices=("fp32", "bf16"), help="what nodes compute in")
     parser.add_argument("--steps", type=int, default=None, help="optimiser steps (default: the preset's)")
     parser.add_argument("--environments", default=None, metavar="A,B", help=ENVIRONMENTS_HELP)
     parser.add_argument("--seed", type=int, default=0, help="the learner's seed")
@@ -176,6 +177,7 @@ def _init(args: argparse.Namespace) -> int:
     run = make_run(
         args.dir,
         preset=args.preset,
+        profile=args.profile,
         steps=args.steps,
         environment=args.environments,
         seed=args.seed,

@@ -38,6 +38,8 @@ class RunSection(Section):
     """Name people see; also in the manifest."""
     steps: int = Field(default=150, ge=1, le=10_000_000)
     """Optimiser steps of the RL stage; must equal the manifest's."""
+    profile: str = Field(default="fp32", pattern="^(fp32|bf16)$")
+    """What nodes compute in, `fp32` or `bf16`; must equal the manifest's. Learner and validators compute in float32."""
 
 
 class ModelSection(Section):
@@ -214,6 +216,20 @@ class RunConfig(Section):
     def state_dir(self) -> Path:
         """Where the live ledger is."""
         return self.run_dir / self.coordinator.state_dir
+
+
+def check_agrees(config: RunConfig, steps: int, profile: str) -> None:
+    """Hold what stands in run.toml and in the signed manifest, for people, against the manifest's.
+
+    Raises:
+        UsageError: they disagree.
+    """
+    if config.run.steps != steps:
+        raise UsageError(f"run.toml says {config.run.steps} steps, the signed manifest {steps}; correct [run] steps")
+    if config.run.profile != profile:
+        raise UsageError(
+            f"run.toml says the profile {config.run.profile}, the signed manifest {profile}; correct [run] profile"
+        )
 
 
 def check_endpoint(text: str) -> str:

@@ -61,7 +61,7 @@ from shardcast.watch import POLL_S, FolderWatch
 from trainer import batches, finished, keys, leases
 from trainer.blocking import Blocking
 from trainer.book import Book, Changes, day
-from trainer.config import RunConfig
+from trainer.config import RunConfig, check_agrees
 from trainer.door import Door, check_listen
 from trainer.drawing import Drawing
 from trainer.drops import Drops
@@ -538,9 +538,7 @@ def load_run(config: RunConfig) -> Chain:
             "a new run with: trainer init DIR"
         )
     chain = load_chain(run_dir)
-    steps = chain.current.manifest.steps
-    if config.run.steps != steps:
-        raise UsageError(f"run.toml says {config.run.steps} steps, the signed manifest {steps}; correct [run] steps")
+    check_agrees(config, chain.current.manifest.steps, chain.current.manifest.profile)
     return chain
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
@@ -30,6 +30,7 @@ from protocol.identity import Identity, load_or_create_identity, peer_id_text
 from protocol.limits import MAX_MODEL_FILE_BYTES, PROTOCOL_VERSION
 from protocol.manifest import (
     MANIFEST_KIND,
+    Bf16Thresholds,
     EnvironmentSpec,
     EvidenceRow,
     ModelFile,
@@ -45,7 +46,8 @@ from protocol.manifest import (
 )
 from trainer import config as run_config
 from trainer.presets import Preset, environment_names, preset
-from verifier.evidence_rows import fp32_rows
+from verifier.evidence_rows import rows_of_run
+from verifier.thresholds import thresholds_of_bf16_run
 
 CENTURY_MS = 100 * 365 * 86_400_000
 """Lifetime of the manifest's envelope: a run is audited long after it ended."""
@@ -87,6 +89,8 @@ def make_run(
     relays: Sequence[bytes] = (),
     overrides: Mapping[str, Any] | None = None,
     thresholds: Thresholds | None = None,
+    profile: str = "fp32",
+    bf16: Bf16Thresholds | None = None,
     evidence: Sequence[EvidenceRow] | None = None,
 ) -> Run:
     """Make a run directory that `trainer serve`, `trainer learn` and `shardcast publish` can start from.
@@ -101,6 +105,8 @@ def make_run(
         validators, relays: public keys (32 bytes) the operator admits.
         overrides: dotted keys and values, `leases.*` and `sampling.*` of the manifest or any key of run.toml.
         thresholds: honest noise measured elsewhere; by default the preset's, as checked in.
+        profile: what nodes compute in, `fp32` or `bf16`; the override `run.profile` says the same.
+        bf16: the same as `thresholds` for the bf16 profile.
         evidence: what is summed up over a node's rollouts; by default what follows from the honest noise.
 
     Returns:
@@ -121,11 +127,17 @@ def make_run(
     steps = base.steps if steps is None else steps
     address = _address(host)
     ports = _ports(address, control_port, ingress_port, origin_port)
+    profile = str(plain.get("run.profile", profile))
+    if profile == "bf16":
+        bf16 = load_bf16_thresholds(base.name) if bf16 is None else bf16
+        thresholds = thresholds_of_bf16_run(bf16.machine)
     thresholds = load_thresholds(base.name) if thresholds is None else thresholds
+    plain = {"run.profile": profile, **plain}
     config = _config(run_dir, base, steps, seed, names, (address, ports), validators, relays, plain)
 
     source = _model_source(base)
     specs, stops = _environment_specs(names, source)
+    pure = all(spec.scoring == "pure" for spec in specs)
     sample_as = _replace(SamplingSpec(1.0, base.max_new_tokens, stops), "sampling", sampling)
     lease_as = _replace(base.leases, "leases", leases)
 
@@ -141,7 +153,7 @@ def make_run(
         coordinator_transport=keys.transport.public,
         control=(f"{config.control.listen}/p2p/{keys.transport.peer_id}",),
         ingress=(f"http://{config.ingress.listen}",),
-        profile="fp32",
+        profile=config.run.profile,
         model=model,
         environments=specs,
         sampling=sample_as,
@@ -152,7 +164,8 @@ def make_run(
         allow_private=True,
         contact="whoever started this run",
         privacy="Prompts and rollouts are readable by the operator, the validators and whoever gets the archive.",
-        evidence=fp32_rows(thresholds) if evidence is None else tuple(evidence),
+        evidence=rows_of_run(profile, thresholds, base.name, pure) if evidence is None else tuple(evidence),
+        bf16=bf16 if profile == "bf16" else None,
     )
     run_id = run_id_of(manifest)
     envelope = seal(
@@ -179,13 +192,32 @@ def load_thresholds(name: str) -> Thresholds:
     Raises:
         UsageError: not measured yet, or the file does not hold.
     """
+    return _noise(name, Thresholds, "")
+
+
+def load_bf16_thresholds(name: str) -> Bf16Thresholds:
+    """The same of the bf16 profile.
+
+    Raises:
+        UsageError: not measured yet, or the file does not hold.
+    """
+    return _noise(f"{name}-bf16", Bf16Thresholds, " --profile bf16")
+
+
+T = TypeVar("T")
+
+
+def _noise(name: str, kind: type[T], options: str) -> T:
     import verifier
 
     path = Path(verifier.__file__).resolve().parent / "data" / f"noise-{name}.json"
-    fix = "an engineer must make it with: verifier calibrate MODEL_DIR --engine-socket PATH --rollouts 200 --out"
+    fix = (
+        f"an engineer must make it with: python -m node.engine --socket PATH{options}, and beside it: verifier "
+        "calibrate MODEL_DIR --engine-socket PATH --rollouts 200 --out"
+    )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        thresholds = Thresholds(**{field.name: values[field.name] for field in fields(Thresholds)})
+        thresholds = kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
         codec.encode(thresholds)
     except FileNotFoundError as exc:
         raise UsageError(f"honest noise of {name} was never measured: {path} is missing; {fix} {path}") from exc

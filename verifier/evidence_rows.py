@@ -38,6 +38,8 @@ ROLLOUTS_A_DAY = 1e6
 FALSE_BANS_A_DAY = 1e-7
 """Honest nodes banned per node and day by all rows together: the design figure of DESIGN 4."""
 
+DATA = Path(__file__).resolve().parent / "data"
+
 PROOF_MEDIAN_FLOOR = 1e-6
 """A third of the least bound that any fp32 run has: below it machines differ for no reason worth a ban."""
 
@@ -109,6 +111,18 @@ def _reward(pure: bool) -> list[EvidenceRow]:
 
 def _with_bars(rows: list[EvidenceRow]) -> tuple[EvidenceRow, ...]:
     return tuple(replace(row, log_bar=log_bar(len(rows))) for row in rows)
+
+
+def rows_of_run(profile: str, thresholds: Thresholds, preset: str, pure: bool = True) -> tuple[EvidenceRow, ...]:
+    """What a new run of a preset sums up. In bf16 nothing where no honest numbers of the preset were ever measured.
+
+    Raises:
+        CalibrationError: see `read`.
+    """
+    if profile == "fp32":
+        return fp32_rows(thresholds, pure)
+    path = DATA / f"evidence-{preset}.json"
+    return bf16_rows(read(path), pure) if path.exists() else ()
 
 
 def read(path: Path) -> dict[str, Noise]:
