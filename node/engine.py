@@ -1,12 +1,15 @@
 """The built-in engine: a process that turns leases' prompts and seeds into tokens, log-probabilities and proofs.
 
-    python -m node.engine --socket PATH [--threads N]
+    python -m node.engine --socket PATH [--profile fp32|bf16] [--threads N]
 
 It answers `protocol.engine` on a Unix socket of mode 0600 and sees no key, lease or network. Any number of
 connections may come and go; requests are answered one at a time. A request whose connection closes is cancelled
 before its next forward pass. SIGTERM and the end of the parent process end it within two seconds.
 
-Not covered: CUDA, bf16 compute, engines with an environment of their own.
+It computes in one profile, which `info` names: a node refuses to work for a run of another. A CPU without instructions
+for bfloat16 serves that profile too, slower than fp32; it is there for GPUs.
+
+Not covered: CUDA, engines with an environment of their own.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from protocol.engine import (
 )
 from protocol.errors import EngineError, HeadwaterError, ReasonCode, UsageError
 from protocol.heap import settle_heap
+from protocol.manifest import PROFILES
 
 if TYPE_CHECKING:
     from node.decode import Decoded
@@ -78,23 +82,35 @@ class Backend(Protocol):
 
 
 class TransformersEngine:
-    """The honest backend over Transformers models in float32."""
+    """The honest backend over Transformers models.
 
-    def __init__(self) -> None:
+    Args:
+        profile: `fp32` or `bf16`: the dtype of weights, states and proofs.
+        attention: `sdpa` or `eager`, which a calibration compares.
+    """
+
+    def __init__(self, profile: str = "fp32", attention: str = "sdpa") -> None:
         # The slow imports happen here, before the socket appears: an engine that answers is ready for work.
-        for name in ("node.decode", "verifier.model", "verifier.toploc"):
+        for name in ("node.decode", "verifier.profiles"):
             importlib.import_module(name)
+        self.profile, self.attention = profile, attention
         self.policy: PolicyModel | None = None
         self.root = b""
         self._files: dict[str, bytes] = {}
 
     def info(self) -> EngineInfo:
+        import torch
+
         name = f"transformers {version('transformers')} torch {version('torch')}"
-        return EngineInfo(name=name, profile="fp32", device="cpu", capacity=CAPACITY)
+        if self.attention != "sdpa":
+            name += f", {self.attention} attention"
+        if torch.get_num_threads() > 1:
+            name += f", {torch.get_num_threads()} threads"
+        return EngineInfo(name=name, profile=self.profile, device="cpu", capacity=CAPACITY)
 
     def load(self, request: LoadRequest) -> Loaded:
         """Hold the policy in `request.directory`; a failed load leaves none loaded."""
-        from verifier.model import load_policy
+        from verifier.profiles import load_to_sample
 
         directory = Path(request.directory)
         files = {name: (directory / name).read_bytes() for name in ("config.json", "tokenizer.json")}
@@ -102,7 +118,7 @@ class TransformersEngine:
         if self.policy is not None and files == self._files:
             self.policy.load_weights(directory, root=request.root)
         else:
-            self.policy = load_policy(directory, root=request.root)
+            self.policy = load_to_sample(directory, self.profile, root=request.root, attention=self.attention)
         self._files = files
         self.root = request.root
         return Loaded(root=request.root)
@@ -159,11 +175,13 @@ class TransformersEngine:
     ) -> tuple[GenerateOutput, ...]:
         """The wire form of `decoded`: proofs are built for all of them at once, and once for equal states."""
         from verifier.model import completion_text
+        from verifier.profiles import profile_of
         from verifier.toploc import build_many
 
         digests = [blake3(d.states_NH.data.cast("B")).digest() for d in decoded]
         distinct = {digest: d.states_NH for digest, d in zip(digests, decoded, strict=True)}
-        proofs = dict(zip(distinct, build_many(list(distinct.values())), strict=True))
+        limbs = profile_of(self.profile).limbs
+        proofs = dict(zip(distinct, build_many(list(distinct.values()), limbs), strict=True))
         return tuple(
             GenerateOutput(
                 request_id=item.request_id,
@@ -288,7 +306,10 @@ def main(argv: list[str] | None = None) -> int:
         epilog="example: python -m node.engine --socket /tmp/engine.sock --threads 1",
     )
     add_arguments(parser)
-    return serve(parser.parse_args(argv), TransformersEngine)
+    parser.add_argument("--profile", choices=PROFILES, default="fp32", help="what it computes in (default fp32)")
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="kernel, to compare their noise")
+    args = parser.parse_args(argv)
+    return serve(args, lambda: TransformersEngine(args.profile, args.attention))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

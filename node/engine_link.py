@@ -43,12 +43,16 @@ class EngineLink:
     Args:
         socket: an engine that somebody else started; None starts the built-in one.
         threads: CPU threads of the built-in engine.
+        profile: what the built-in engine computes in; the run's.
         output: file the built-in engine's stderr goes to.
     """
 
-    def __init__(self, *, socket: Path | None, threads: int, output: Path, log: EventLog) -> None:
+    def __init__(
+        self, *, socket: Path | None, threads: int, output: Path, log: EventLog, profile: str = "fp32"
+    ) -> None:
         self._external = socket
         self._threads = threads
+        self._profile = profile
         self._output = output
         self._log = log
         self._folder: Path | None = None
@@ -128,7 +132,7 @@ class EngineLink:
         path = self._folder / "engine.sock"
         if self._child is None or self._child.poll() is not None:
             path.unlink(missing_ok=True)
-            command = [sys.executable, "-P", "-m", "node.engine"]
+            command = [sys.executable, "-P", "-m", "node.engine", "--profile", self._profile]
             with self._output.open("ab") as output:
                 self._child = subprocess.Popen(
                     [*command, "--socket", str(path), "--threads", str(self._threads), "--parent", str(os.getpid())],

@@ -42,7 +42,7 @@ from protocol.heap import settle_heap
 from protocol.host import HostProcess
 from protocol.identity import Identity
 from protocol.limits import PROTOCOL_VERSION
-from protocol.manifest import Run
+from protocol.manifest import PROFILES, Run
 from protocol.preflight import require
 from protocol.sequences import Sequences
 from protocol.targets import Target, resolve
@@ -236,13 +236,19 @@ async def _inference(place: _Place) -> None:
 
     options, member = place.options, place.member
     environments = load_environments(member.run, place.log)
+    profile = member.run.manifest.profile
+    if profile not in PROFILES:
+        raise NodeError(f"the run asks for the profile {profile!r}, which this software does not know; upgrade it")
     engine = EngineLink(
-        socket=options.engine_socket, threads=options.threads, output=place.part.path / "engine.log", log=place.log
+        socket=options.engine_socket,
+        threads=options.threads,
+        output=place.part.path / "engine.log",
+        log=place.log,
+        profile=profile,
     )
     place.stack.push_async_callback(engine.close)
     member.activity = "starting the engine"
     info = await engine.start()
-    profile = member.run.manifest.profile
     if info.profile != profile:
         raise NodeError(f"the engine computes in {info.profile}, the run asks for {profile}; use another engine")
     await member.join(engine=info.name)

@@ -234,7 +234,7 @@ def test_every_output_carries_the_proofs_of_its_own_states(run, policy, monkeypa
     decoded = engine.sample(policy, request, lambda: False)
     decoded[3] = replace(decoded[3], states_NH=decoded[3].states_NH + 1, tokens=decoded[2].tokens)
     built, build = [], toploc.build_many
-    monkeypatch.setattr(toploc, "build_many", lambda states: built.extend(states) or build(states))
+    monkeypatch.setattr(toploc, "build_many", lambda states, limbs: built.extend(states) or build(states, limbs))
     outputs = engine.outputs(policy, request, decoded)
     assert len(built) < len(decoded), "equal states are proved once"
     for output, one in zip(outputs, decoded, strict=True):
