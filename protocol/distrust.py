@@ -53,17 +53,20 @@ _REJECTIONS = frozenset(
 )
 
 
-def to_check(submission: SubmissionState, secret: bytes) -> list[tuple[int, int]]:
+def to_check(
+    submission: SubmissionState, secret: bytes, outcomes: Sequence[RolloutOutcome] | None = None
+) -> list[tuple[int, int]]:
     """(ledger index of its verdict, position) of each accepted rollout that the coordinator is to check itself.
 
     Args:
         secret: of the submission's draw period.
+        outcomes: an earlier decision's; those of now by default.
     """
     rounds = {state.index: number for number, state in submission.verdicts.items()}
     digest, number = submission.intent.digest, submission.number
     return [
         (outcome.verdict, position)
-        for position, outcome in enumerate(submission.outcomes)
+        for position, outcome in enumerate(submission.outcomes if outcomes is None else outcomes)
         if outcome.status == ACCEPTED
         and outcome.verdict is not None
         and draws.wants_check(secret, digest, number, rounds[outcome.verdict], position)

@@ -175,6 +175,7 @@ class Coordinator:
             self.members,
             self.news,
             lambda: (self.control.http_fallbacks, self.host.restarts),
+            self.judging.checks.counts,
         )
         self.control.updates = pack_updates(self.book.state.chain.updates) if self.book.state.chain else b""
         self.blocking = Blocking(self.run_dir, self._block, self.news)
@@ -298,7 +299,9 @@ class Coordinator:
         """Give open verdicts `drain_s` to arrive."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self.config.coordinator.drain_s
-        while (self.book.window.unjudged or self.ingress.uploading) and loop.time() < end:
+        while (
+            self.book.window.unjudged or self.ingress.uploading or self.judging.checks.waiting
+        ) and loop.time() < end:
             ticket = self.book.changes.ticket()
             await self.book.changes.wait(ticket, min(1.0, end - loop.time()))
         if self.book.window.undecided:

@@ -13,6 +13,8 @@
                               found the opposite)
     keys_end[]                keys in use whose delegation ends within a month, a sentence each
     rollouts, batches, leases_open, ledger_entries, ledger_problems, http_fallbacks, host_restarts, staleness_mean
+    validators_checked        of the rollouts drawn for a check of their validator by the coordinator: checked, left_out
+                              (not made), waiting; contradicted: validators suspended for what they accepted
     recent_events[]           time and text
 
 Not covered: the learner and the origin, which are processes of their own (`trainer.picture` looks at their files).
@@ -66,6 +68,8 @@ class StatusWriter:
     news: News
     counters: Callable[[], tuple[int, int]]
     """(HTTP fallbacks, host restarts) so far."""
+    checks: Callable[[], dict[str, int]]
+    """What came of the coordinator's own checks of validators."""
     staleness: Staleness = field(default_factory=Staleness)
     began: float = field(default_factory=time.time)
     _unwritable: bool = False
@@ -123,6 +127,7 @@ class StatusWriter:
             "http_fallbacks": fallbacks,
             "host_restarts": restarts,
             "staleness_mean": round(self.staleness.mean, 4),
+            "validators_checked": self.checks(),
             "recent_events": list(self.news.events),
         }
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protocol import codec
-from protocol.errors import ProtocolError
+from protocol import codec, distrust
+from protocol.errors import ProtocolError, ReasonCode
 from protocol.manifest import Run, open_manifest
 from protocol.records import VerdictDetails
 from protocol.segments import read_segments
@@ -82,9 +82,8 @@ def summarise(run_dir: Path, witness: Witness | None = None) -> dict[str, Any]:
         "rollouts_inconclusive": counts["inconclusive"],
         "rollouts_pending": counts["pending"],
         "rollouts_discarded": counts["discarded"],
-        "rollouts_unverified_trained": sum(
-            1 for index, rollout in state.trained if state.submissions[index].outcomes[rollout].status != "accepted"
-        ),
+        "rollouts_unverified_trained": distrust.unverified(state.submissions, state.trained),
+        "validators_checked": _checks(state, status),
         "honest_verified": sum(len(s.outcomes) for s in honest if s.verdicts),
         "honest_rejected": sum(len(rejected(s)) for s in honest),
         "cheats": {kind: fate(run_dir, state, kind, key, log) for kind, (key, log) in sorted(witness.cheats.items())},
@@ -96,6 +95,17 @@ def summarise(run_dir: Path, witness: Witness | None = None) -> dict[str, Any]:
         "staleness_mean": _mean(row["staleness_mean"] for row in metrics if "staleness_mean" in row),
         "peak_pss_mib": round(witness.peak_pss_mib, 1),
         "seconds": round(witness.seconds, 1),
+    }
+
+
+def _checks(state: RunState, status: dict[str, Any]) -> dict[str, int]:
+    """The coordinator's own checks of validators: how many is its word, whom they suspended is in the ledger."""
+    counts = status.get("validators_checked")
+    said = counts if isinstance(counts, dict) else {}
+    return {
+        "checked": int(said.get("checked", 0)),
+        "contradicted": sum(node.reason == ReasonCode.VALIDATOR_WRONG for node in state.nodes.values()),
+        "left_out": int(said.get("left_out", 0)) + int(said.get("waiting", 0)),
     }
 
 

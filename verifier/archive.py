@@ -24,7 +24,7 @@ from protocol import codec
 from protocol.chain import UPDATE_KIND, Chain, RunUpdate
 from protocol.envelope import Envelope, open_envelope, parse
 from protocol.errors import LedgerError, ProtocolError, ReasonCode, UsageError
-from protocol.evidence import REPORT_KIND
+from protocol.evidence import REPORT_KIND, VerdictEvidence
 from protocol.files import read_at_most
 from protocol.lease_rules import FAILED_KIND
 from protocol.limits import (
@@ -84,6 +84,7 @@ BODIES: dict[str, type] = {
     "tie.lapsed": TieLapsed,
     "evidence.drop": DropEvidence,
     "evidence.node": NodeEvidence,
+    "evidence.verdict": VerdictEvidence,
     "batch": BatchClosed,
     "run.finished": RunFinished,
 }
@@ -169,6 +170,8 @@ class Facts:
     """Ledger index -> evidence that a key kept results back."""
     pooled: dict[int, NodeEvidence] = field(default_factory=dict)
     """Ledger index -> evidence that a node's numbers add up to too much."""
+    contradicted: dict[int, VerdictEvidence] = field(default_factory=dict)
+    """Ledger index -> a verdict that the coordinator's own check contradicts."""
 
 
 class RunArchive:
@@ -357,6 +360,8 @@ class RunArchive:
             facts.drops[index] = record
         elif isinstance(record, NodeEvidence):
             facts.pooled[index] = record
+        elif isinstance(record, VerdictEvidence):
+            facts.contradicted[index] = record
 
     def _note_verdict(self, index: int, envelope: Envelope, record: Verdict) -> None:
         facts = self.facts

@@ -9,7 +9,7 @@
     verdicts     derived again with the validators' own `judge`, against the published weights and under the manifest
                  that the lease names
     evidence     what suspended a key without a verdict, computed again, see `evidence_check` too; relays that were
-                 accused, see `accusations`
+                 accused, see `accusations`; validators that were, see `spot_audit`
     batches      rebuilt from ledger, uploads and details, and compared with the file
     copies       `model/`, checkpoints and the reward curve of `metrics.jsonl`, where they are there; see `copies`
 
@@ -54,6 +54,7 @@ from verifier.evidence_check import check_node_evidence
 from verifier.model import load_tokenizer, prompt_ids
 from verifier.promises import check_promises, read_promises
 from verifier.report import Report
+from verifier.spot_audit import check_verdict_evidence, count_checks
 from verifier.updates import check_updates
 from verifier.verdicts import Options, Progress, Verdicts
 
@@ -107,6 +108,7 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
         check_claims(archive, report)
         check_drops(archive, state, report)
         check_node_evidence(archive, state, report)
+        auditor.check_verdict_evidence(state)
         trained = check_batches(archive, report, auditor.prompt)
         auditor.check_unnamed()
         check_copies(archive, auditor.published, trained, report)
@@ -245,6 +247,11 @@ class Auditor:
             progress=progress,
         )
         verdicts.check(state)
+
+    def check_verdict_evidence(self, state: RunState) -> None:
+        """What the coordinator's own checks accused validators of, and which of them were to be made."""
+        check_verdict_evidence(self.archive, self.published, self._environment, self._scratch, self.report)
+        count_checks(self.archive, state, self.report)
 
     def _environment(self, digest: bytes) -> Environment | None:
         if digest not in self._environments:

@@ -104,6 +104,10 @@ class Report:
     """Jobs whose validator was drawn again, from a revealed secret."""
     draws_waiting: int = 0
     """Jobs of periods whose secret is not due yet."""
+    checks_drawn: int = 0
+    """Accepted rollouts that the coordinator had to check itself, of periods whose secret is shown."""
+    checks_silent: int = 0
+    """Of those, rollouts whose verdict is wrong and whose validator the coordinator never accused."""
     groups_untrained: int = 0
     """Groups accepted whole that no batch took. Some come too late or are left over at the end; whoever chooses
     batches could leave out what it likes."""
@@ -156,6 +160,8 @@ class Report:
                 "jobs_redrawn",
                 "draws_checked",
                 "draws_waiting",
+                "checks_drawn",
+                "checks_silent",
                 "groups_untrained",
                 "finished",
                 "fraction",
@@ -230,6 +236,11 @@ class Report:
             + (f"; {several(self.jobs_redrawn, 'job')} drawn more than once" if self.jobs_redrawn else "")
             + (f"; {several(self.jobs_unanswered, 'job')} never got a verdict" if self.jobs_unanswered else ""),
         ]
+        if self.checks_silent:
+            out.append(
+                f"of the {self.checks_drawn} rollouts that the coordinator had to check itself, "
+                f"{several(self.checks_silent, 'wrong verdict')} stayed unnamed: left out, or passed over"
+            )
         if self.groups_untrained or self.decided_here:
             who = ", ".join(f"{count} by {name[-8:]}" for name, count in self.decided_here.most_common())
             out.append(
