@@ -22,6 +22,7 @@ from protocol.envelope import Envelope, open_envelope, seal
 from protocol.identity import Identity, load_identity
 from protocol.ledger import TREE_KIND, Ledger
 from protocol.manifest import (
+    Bf16Thresholds,
     LeasePolicy,
     ModelFile,
     ModelSpec,
@@ -96,11 +97,16 @@ def copy_archive(built: BuiltArchive, into: Path) -> Path:
 
 
 def build_archive(
-    root: Path, steps: int = 2, leases_per_step: int = 2, before_end: Callable[[_Builder], None] = lambda builder: None
+    root: Path,
+    steps: int = 2,
+    leases_per_step: int = 2,
+    before_end: Callable[[_Builder], None] = lambda builder: None,
+    bf16: Bf16Thresholds | None = None,
 ) -> BuiltArchive:
     """A run of `steps` batches by two honest nodes and one whose claimed rewards are wrong.
 
     `before_end` may add to it before the secret is shown and the run is finished: `builder.chain`, `builder.work`.
+    With `bf16` it is a run of that profile, whose nodes compute in bfloat16.
 
     Weights are published by the real origin from checkpoints that differ a little each step; rollouts are decoded
     from them under the leases' seeds; verdicts are what `judge_upload` says; the ledger is the real one.
@@ -110,17 +116,25 @@ def build_archive(
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _Builder(root, steps, leases_per_step, before_end).build()
+        return _Builder(root, steps, leases_per_step, before_end, bf16).build()
 
 
 class _Builder:
-    def __init__(self, root: Path, steps: int, leases_per_step: int, before_end: Callable[[_Builder], None]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        steps: int,
+        leases_per_step: int,
+        before_end: Callable[[_Builder], None],
+        bf16: Bf16Thresholds | None,
+    ) -> None:
         from environments.registry import make
 
         self.root = root
         self.steps = steps
         self.leases_per_step = leases_per_step
         self.before_end = before_end
+        self.bf16 = bf16
         self.environment = make("word", {"transform": "reverse", "low": 2, "high": 4, "letters": "abcdefghij"})
         self.time = START_MS
         self.accepted = 0
@@ -186,6 +200,8 @@ class _Builder:
             thresholds=Thresholds(3e-6, 4, 2.0**-14, 1e-4, 1e-4, 200, 2000, 1e-7, 0, 1e-6, 1e-6, "test"),
             leases=LeasePolicy(2, 4, 2, 2, 4, 1000, 60_000, 5_000, 0.1),
             steps=self.steps,
+            profile="fp32" if self.bf16 is None else "bf16",
+            bf16=self.bf16,
         )
 
     async def _publish(self) -> None:
@@ -224,13 +240,14 @@ class _Builder:
 
         return split_frames((self.root / "published" / f"e0000-s{step:08d}" / "publication.hw").read_bytes())[-1]
 
-    def policy_of(self, step: int):
+    def policy_of(self, step: int, *, to_sample: bool = False):
         from shardcast.archive import open_published
-        from verifier.model import load_policy
+        from verifier.profiles import load_to_sample, load_to_verify
 
         into = self.root / ".build"
         published = open_published(self.root, self.chain.run).materialise(0, step, into)
-        policy = load_policy(published.directory, root=published.root)
+        load = load_to_sample if to_sample else load_to_verify
+        policy = load(published.directory, self.chain.run.manifest.profile, root=published.root)
         shutil.rmtree(into)
         return policy
 
@@ -259,7 +276,8 @@ class _Builder:
         refused = not honest if refused is None else refused
         lease_id = chain.lease(who, step=step, root=policy.root, tasks=tasks)
         lease = chain.leases[lease_id]
-        submission = decode_lease(chain.run_id, lease, policy, self.environment, honest)
+        sampler = policy if self.bf16 is None else self.policy_of(step, to_sample=True)
+        submission = decode_lease(chain.run_id, lease, sampler, self.environment, honest)
         raw = codec.encode(submission)
         blob = zstandard.ZstdCompressor(level=3).compress(raw)
         (files / f"{lease_id.hex()}.hws").write_bytes(blob)
@@ -324,8 +342,9 @@ def decode_lease(run_id: bytes, lease: Lease, policy, environment, honest: bool 
     from verifier.logprobs import token_logprobs
     from verifier.model import completion_text
     from verifier.sampling import choose, gumbel_noise
-    from verifier.toploc import build_proofs
+    from verifier.toploc import LIMBS, build_proofs
 
+    limbs = LIMBS["fp32" if policy.weights == torch.float32 else "bf16"]
     prompts, seeds, tasks = [], [], []
     for task in lease.tasks:
         for sample in range(lease.samples):
@@ -358,7 +377,7 @@ def decode_lease(run_id: bytes, lease: Lease, policy, environment, honest: bool 
                 logprobs.astype(np.float32).tobytes(),
                 finish,
                 reward if honest else 1.0 - reward,
-                tuple(build_proofs(one.states_NH)),
+                tuple(build_proofs(one.states_NH, limbs)),
             )
         )
     return Submission(lease.lease_id, "test", tuple(rollouts))
