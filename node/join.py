@@ -37,6 +37,7 @@ from node.options import JoinOptions, check_options
 from node.status import StatusFile
 from node.weights import follow_weights
 from protocol.control import Clock, ControlClient
+from protocol.engine import EngineInfo
 from protocol.errors import HeadwaterError, ManifestError, UsageError
 from protocol.heap import settle_heap
 from protocol.host import HostProcess
@@ -228,6 +229,19 @@ class _Place:
         )
 
 
+def known_profile(profile: str) -> str:
+    """The profile a run asks for. Raises NodeError when this software knows none of that name."""
+    if profile not in PROFILES:
+        raise NodeError(f"the run asks for the profile {profile!r}, which this software does not know; upgrade it")
+    return profile
+
+
+def require_profile(info: EngineInfo, profile: str) -> None:
+    """Raises NodeError when an engine does not compute in what the run asks for: all its rollouts would be rejected."""
+    if info.profile != profile:
+        raise NodeError(f"the engine computes in {info.profile}, the run asks for {profile}; use another engine")
+
+
 async def _inference(place: _Place) -> None:
     from node.engine_link import EngineLink
     from node.inference import InferenceNode
@@ -236,9 +250,7 @@ async def _inference(place: _Place) -> None:
 
     options, member = place.options, place.member
     environments = load_environments(member.run, place.log)
-    profile = member.run.manifest.profile
-    if profile not in PROFILES:
-        raise NodeError(f"the run asks for the profile {profile!r}, which this software does not know; upgrade it")
+    profile = known_profile(member.run.manifest.profile)
     engine = EngineLink(
         socket=options.engine_socket,
         threads=options.threads,
@@ -249,8 +261,7 @@ async def _inference(place: _Place) -> None:
     place.stack.push_async_callback(engine.close)
     member.activity = "starting the engine"
     info = await engine.start()
-    if info.profile != profile:
-        raise NodeError(f"the engine computes in {info.profile}, the run asks for {profile}; use another engine")
+    require_profile(info, profile)
     await member.join(engine=info.name)
     pacing = Pacing()
     puller = place.puller(pacing)

@@ -21,6 +21,8 @@ import zstandard
 from environments.registry import make
 from node.decode import Decoded, DecodeRequest, GenerationCancelledError, decode
 from node.engine import TransformersEngine, read_tokens, write_tokens
+from node.errors import NodeError
+from node.join import known_profile, require_profile
 from node.upload import compress
 from protocol import codec
 from protocol.engine import (
@@ -239,6 +241,15 @@ def test_every_output_carries_the_proofs_of_its_own_states(run, policy, monkeypa
     assert len(built) < len(decoded), "equal states are proved once"
     for output, one in zip(outputs, decoded, strict=True):
         assert list(output.proofs) == toploc.build_proofs(one.states_NH)
+
+
+def test_an_engine_of_another_profile_than_the_runs_is_refused():
+    info = EngineInfo(name="e", profile="fp32", device="cpu", capacity=1)
+    require_profile(info, known_profile("fp32"))
+    with pytest.raises(NodeError, match="computes in fp32, the run asks for bf16; use another engine"):
+        require_profile(info, known_profile("bf16"))
+    with pytest.raises(NodeError, match="'fp8', which this software does not know"):
+        known_profile("fp8")
 
 
 async def test_an_honest_lease_is_accepted_by_the_judge(shared, run, policy):
