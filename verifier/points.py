@@ -214,7 +214,7 @@ def _torch_order(bits: Sequence[U32], points: int) -> I64:
     longest = max(len(index_F) for index_F, _ in kept)
     magnitude_CF = np.full((len(bits), max(longest, _HEAP_FROM * points)), -1, dtype=np.int16)
     for short_F, (index_F, magnitude_F) in zip(magnitude_CF, kept, strict=True):
-        short_F[: len(index_F)] = magnitude_F >> 16
+        np.right_shift(magnitude_F, 16, out=short_F[: len(index_F)], casting="unsafe")
     place_CK = torch.topk(torch.from_numpy(magnitude_CF), points, dim=1).indices.numpy()
     return np.stack([index_F[place_K] for (index_F, _), place_K in zip(kept, place_CK, strict=True)])
 
