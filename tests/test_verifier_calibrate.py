@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from protocol import codec
 from protocol.manifest import Bf16Thresholds
+from tests.moe_rig import moe_model, save_policy
 from verifier.cli import main
 from verifier.errors import CalibrationError
 from verifier.thresholds import (
@@ -23,6 +24,7 @@ from verifier.thresholds import (
     Measurement,
     bf16_thresholds,
     read,
+    route_thresholds_of,
     thresholds,
     thresholds_of_bf16_run,
     to_json,
@@ -228,6 +230,29 @@ def test_bf16_engines_of_two_kernels_are_measured_behind_two_lengths_of_prompt(
     assert limits.measured_chunk_mantissa == measured.chunk_mantissa and limits.false_rejects == 3 / 16
     assert measured.command.startswith("verifier calibrate tiny --engine-socket=bf16 "), "the file is published"
     assert measured.command.endswith("--out noise.json --contexts 0,100 --tokens 9")
+
+
+@pytest.mark.usefixtures("patience")
+def test_an_engine_of_a_mixture_of_experts_is_measured_with_its_routes(
+    engines: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = save_policy(moe_model("glm4", 3, num_hidden_layers=2), tmp_path / "glm4"), tmp_path / "noise.json"
+    options = ["--rollouts", "4", "--batches", "4", "--threads", "1", "--tokens", "12", "--out", str(out)]
+    assert main(["calibrate", str(model), f"--engine-socket={engines['fp32']}", *options]) == 0
+    measured = read(out)
+    assert isinstance(measured, Measurement)
+    assert measured.route_choices > 4 * 12 and 0 < measured.route_scores < 1e-5
+    found = route_thresholds_of(measured)
+    assert found is not None and found.margin >= 2e-5 and found.measured_choices == measured.route_choices
+    assert json.loads(out.read_text())["routes"] == dataclasses.asdict(found)
+    assert "shortfall of a choice of experts" in capsys.readouterr().out
+    edited = json.loads(out.read_text())
+    edited["routes"]["margin"] *= 10
+    out.write_text(json.dumps(edited))
+    with pytest.raises(CalibrationError, match="do not follow"):
+        read(out)
+    assert main(["calibrate", str(model), f"--engine-socket={engines['bf16']}", *options]) == 2
+    assert "calibrated in fp32 only" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("patience")

@@ -24,6 +24,8 @@ from verifier.errors import CalibrationError, PolicyError, RouteError
 from verifier.model import load_policy
 from verifier.replay import Routed, states_in_blocks
 from verifier.routes import Experts, shortfalls
+from verifier.routing import routing_of
+from verifier.thresholds import route_thresholds
 
 torch.set_num_threads(1)
 
@@ -230,11 +232,11 @@ def test_the_margin_follows_from_a_measurement(tmp_path):
     assert 0 < made.measured_scores < 2e-5 and made.measured_shortfall <= 2 * made.measured_scores
     assert made.margin == max(2e-5, 10 * made.measured_scores)
     told = {"model": "tiny", "machine": "here", "rollouts": 5, "choices": 100, "shortfall": 0.0, "scores": 0.0}
-    assert route_noise.route_thresholds(**told).margin == 2e-5
-    assert route_noise.route_thresholds(**told | {"shortfall": 1e-4}).margin == pytest.approx(5e-4)
+    assert route_thresholds(**told).margin == 2e-5
+    assert route_thresholds(**told | {"shortfall": 1e-4}).margin == pytest.approx(5e-4)
     for wrong in ({"scores": 1.1e-4}, {"shortfall": math.nan}, {"rollouts": 0}, {"choices": 0}):
         with pytest.raises(CalibrationError):
-            route_noise.route_thresholds(**told | wrong)
+            route_thresholds(**told | wrong)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -302,6 +304,15 @@ def test_configurations_as_published_are_understood(tmp_path):
     assert load_policy(tmp_path / "q").experts.routing.experts == 16
     save_policy(moe_model("glm4", 0, head_dim=16), tmp_path / "g")
     assert load_policy(tmp_path / "g").model.model.layers[0].self_attn.q_proj.out_features == 4 * 16
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "sparse step", "dense layers"])
+def test_a_configuration_says_which_routing_its_model_has(tmp_path, family):
+    other = {"sparse step": {"decoder_sparse_step": 2}, "dense layers": {"mlp_only_layers": [1]}}.get(family, {})
+    directory = save_policy(moe_model(family if family in FAMILIES else "qwen3", 0, **other), tmp_path)
+    routing = routing_of(json.loads((directory / "config.json").read_text()))
+    assert routing == load_policy(directory).experts.routing
+    assert routing_of({"architectures": ["LlamaForCausalLM"]}) is None
 
 
 def test_a_dense_model_has_no_experts(tmp_path):

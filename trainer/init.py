@@ -347,6 +347,7 @@ def _model_source(base: Preset) -> Path:
 def _place_model(target: Path, base: Preset, source: Path) -> ModelSpec:
     """Copy the model's files and describe them."""
     from shardcast.layout import layout_hash, layout_of_safetensors
+    from verifier.routing import routing_of
 
     weights = source / "model.safetensors"
     target.mkdir(parents=True, exist_ok=True)
@@ -368,6 +369,7 @@ def _place_model(target: Path, base: Preset, source: Path) -> ModelSpec:
             layout=layout_hash(layout_of_safetensors(target / "model.safetensors")),
             max_context=int(settings["max_position_embeddings"]),
             files=tuple(described),
+            routing=routing_of(settings),
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
         raise UsageError(f"{target}/config.json does not describe a model ({exc!r}); reinstall headwater") from exc

@@ -43,16 +43,19 @@ from protocol.engine import (
 )
 from protocol.files import write_atomic
 from protocol.seeds import sampling_seed
-from verifier import sampling, toploc
+from verifier import replay, sampling, toploc
 from verifier.checks.proof import as_bf16
-from verifier.errors import CalibrationError
+from verifier.errors import CalibrationError, RouteError
 from verifier.logprobs import token_logprobs
 from verifier.model import PolicyModel, Prefilled, prompt_ids
 from verifier.profiles import load_to_verify, profile_of
+from verifier.replay import Routed
+from verifier.route_noise import score_noise
 from verifier.thresholds import (
     BF16_MEAN_TOKENS,
     BF16_ROLLOUT_CHUNKS,
     PROOF_GATE,
+    ROUTE_CEILING,
     SAFETY,
     Bf16Measurement,
     Measurement,
@@ -63,6 +66,8 @@ from verifier.thresholds import (
 
 DECODE_BATCHES = (1, 8, 32, 128)
 PREFILL_BATCHES = (1, 32, 128)
+_SCORED = 8
+"""Rollouts of a request whose router scores are computed three ways: column by column is slow."""
 _TEMPERATURE = 1.0
 _RUN = blake3(b"headwater calibration").digest()
 _CONNECT_S, _LOAD_S, _GENERATE_S = 30.0, 120.0, 1800.0
@@ -95,6 +100,7 @@ class _Seen:
     chunks: int = 0
     lengths: list[int] = field(default_factory=list)
     tokens_not_first: int = 0
+    route_choices: int = 0
     largest: dict[str, float] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
 
@@ -228,6 +234,9 @@ def _measurement(
             proof_median=largest["proof_median"],
             proof_outliers=int(largest["proof_outliers"]),
             one_token_rollouts=seen.lengths.count(1),
+            route_choices=seen.route_choices,
+            route_shortfall=largest.get("route_shortfall", 0.0),
+            route_scores=largest.get("route_scores", 0.0),
         )
     return Bf16Measurement(
         **how,
@@ -270,13 +279,18 @@ def _compare(
         for item, out in zip(items, outputs, strict=True)
     ]
     proofs = [out.proofs for out in outputs]
+    routed = _routed(seen, prefills[0].policy, profile, sequences, outputs)
     seen.rollouts += len(outputs)
     seen.tokens += sum(len(tokens) for _, tokens in sequences)
     seen.chunks += sum(len(chunks) for chunks in proofs)
     seen.lengths += [len(tokens) for _, tokens in sequences]
     for number, prefill in enumerate(prefills):
         torch.set_num_threads(prefill.threads)
-        prefilled = prefill.policy.prefill(sequences, prefill.batch)
+        if routed is None:
+            prefilled = prefill.policy.prefill(sequences, prefill.batch)
+        else:
+            prefilled = replay.prefill(prefill.policy, routed, ROUTE_CEILING, prefill.batch)
+            seen.note("route_shortfall", max(one.shortfall for one in routed))
         torch.set_num_threads(1)
         if profile == "fp32":
             for fp32 in toploc.verify_many([p.states_NH for p in prefilled], proofs, PROOF_GATE / SAFETY):
@@ -292,6 +306,31 @@ def _compare(
                 seen.add("mantissa", sum(means) / len(means))
         for (prompt, tokens), item, out, own in zip(sequences, items, outputs, prefilled, strict=True):
             _compare_tokens(seen, prefill.policy, prompt, tokens, item, out, own, first=number == 0)
+
+
+def _routed(
+    seen: _Seen,
+    policy: PolicyModel,
+    profile: str,
+    sequences: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]],
+    outputs: Sequence[GenerateOutput],
+) -> list[Routed] | None:
+    """The rollouts with their routes, whose scores are compared on the way; None for a dense model."""
+    experts = policy.experts
+    if experts is None:
+        return None
+    if profile != "fp32":
+        raise CalibrationError("routers of a mixture of experts are calibrated in fp32 only: bf16 has no route margin")
+    routed = []
+    for (prompt, tokens), out in zip(sequences, outputs, strict=True):
+        try:
+            routes_PYK = experts.decode(out.routes, len(prompt) + len(tokens) - 1)
+        except RouteError as exc:
+            raise CalibrationError(f"request {out.request_id}: its routes do not hold: {exc}") from exc
+        routed.append(Routed(tuple(prompt.tolist()), tokens, routes_PYK))
+        seen.route_choices += routes_PYK.shape[0] * routes_PYK.shape[1]
+    seen.note("route_scores", score_noise(policy, routed[:_SCORED]))
+    return routed
 
 
 def _compare_tokens(

@@ -26,7 +26,7 @@ import torch
 from verifier import blocks, fused
 from verifier.blocks import Piece
 from verifier.errors import VerifierError
-from verifier.model import PolicyModel
+from verifier.model import PolicyModel, Prefilled
 
 _CACHED_TOKENS = 8_192
 """Padded tokens of a batch whose keys and values are kept. Only memory and speed change with it."""
@@ -79,6 +79,26 @@ def states_in_blocks(
             raise VerifierError(f"routes of {len(rollout.routes_PYK)} positions for {rollout.positions}")
     for members in _batches(rollouts):
         yield from _read(policy, rollouts, members, margin, stands)
+
+
+def prefill(policy: PolicyModel, rollouts: Sequence[Routed], margin: float, batch: int = 32) -> list[Prefilled]:
+    """States and logits of every sampled token, in the order given, at most `batch` rollouts side by side. Holds all
+    logits; see `PolicyModel.prefill`.
+
+    Raises:
+        VerifierError: see `states_in_blocks`.
+    """
+    out: list[Prefilled] = []
+    for begin in range(0, len(rollouts), batch):
+        beside = rollouts[begin : begin + batch]
+        parts: list[list[torch.Tensor]] = [[] for _ in beside]
+        for pieces in states_in_blocks(policy, beside, margin, lambda _: True):
+            for i, _, states_NH in pieces:
+                parts[i].append(states_NH)
+        for part in parts:
+            states_NH = torch.cat(part)
+            out.append(Prefilled(states_NH.float().numpy(), policy.logits(states_NH).numpy()))
+    return out
 
 
 def _batches(rollouts: Sequence[Routed]) -> Iterator[list[int]]:

@@ -1,14 +1,9 @@
-"""Where honest noise of routers ends: from a measurement to the `RouteThresholds` of a run's manifest.
-
-    margin    max(2e-5, 5 x honest), never above 1e-3
-    honest    the larger of: the largest shortfall of an honest engine's choice, and twice the largest difference of one
-              score between two honest ways to compute it
+"""How far honest routers are from each other: what a run's route margin is taken from (`thresholds.route_thresholds`).
 
 Shortfalls alone say little: one shows only where two experts happen to be level, in one choice of some ten thousand.
 If every score is off by at most e, though, no honest choice falls short by more than 2 e. So the scores themselves are
 compared, over the same rollouts and through the same experts: all columns at once and one by one, side by side and row
-by row. A choice within the margin is free, so the ceiling bounds what a node may steer by it: with 3 (logits) to 20
-(sigmoids) level pairs per unit of score one choice in 300 to 50 at the ceiling, one in 15,000 to 2,500 at the floor.
+by row.
 
 Not covered: asking an engine for rollouts (`calibrate`), what is decided by the margin (`checks.routes`).
 
@@ -25,35 +20,10 @@ import torch
 
 from protocol.manifest import RouteThresholds
 from verifier import fused, replay
-from verifier.errors import CalibrationError, VerifierError
+from verifier.errors import VerifierError
 from verifier.model import PolicyModel
 from verifier.replay import Routed
-from verifier.thresholds import SAFETY
-
-MARGIN_FLOOR, MARGIN_CEILING = 2e-5, 1e-3
-
-
-def route_thresholds(
-    *, model: str, machine: str, rollouts: int, choices: int, shortfall: float, scores: float
-) -> RouteThresholds:
-    """A run's thresholds.
-
-    Args:
-        choices: tokens times layers behind the other two; shortfall, scores: see above.
-
-    Raises:
-        CalibrationError: nothing was measured, or honest noise is too close to a bound that may not move.
-    """
-    margin = SAFETY * max(shortfall, 2 * scores)
-    margin = margin if not margin < MARGIN_FLOOR else MARGIN_FLOOR  # a NaN stays one, and is refused
-    if rollouts < 1 or choices < 1:
-        raise CalibrationError("a measurement without rollouts says nothing")
-    if not margin <= MARGIN_CEILING:
-        raise CalibrationError(
-            f"honest noise of {model}'s routers is too high: with its safety factor it is {margin:.3g} and may be at "
-            f"most {MARGIN_CEILING:.3g}. Compute in float32 with TF32 off, or leave this engine, device or model out"
-        )
-    return RouteThresholds(margin, rollouts, choices, shortfall, scores, machine)
+from verifier.thresholds import ROUTE_CEILING, route_thresholds
 
 
 def measure(policy: PolicyModel, rollouts: Sequence[Routed], *, model: str, machine: str) -> RouteThresholds:
@@ -62,7 +32,7 @@ def measure(policy: PolicyModel, rollouts: Sequence[Routed], *, model: str, mach
     Raises:
         CalibrationError: see `route_thresholds`. VerifierError: see `replay.states_in_blocks`.
     """
-    for _ in replay.states_in_blocks(policy, rollouts, MARGIN_CEILING, lambda _: True):
+    for _ in replay.states_in_blocks(policy, rollouts, ROUTE_CEILING, lambda _: True):
         pass
     return route_thresholds(
         model=model,
@@ -107,7 +77,7 @@ def _scores(policy: PolicyModel, rollouts: Sequence[Routed], width: int | None =
         positions_BL = torch.arange(at.start, at.stop).expand(len(rollouts), -1)
         with (
             experts.scored() as scored,
-            experts.replayed(claimed_BLYK[:, at].copy(), real_BL[:, at].copy(), MARGIN_CEILING),
+            experts.replayed(claimed_BLYK[:, at].copy(), real_BL[:, at].copy(), ROUTE_CEILING),
         ):
             going.run(torch.from_numpy(ids_BL[:, at].copy()), positions_BL, None)
         parts.append(torch.stack(scored, dim=1).reshape(len(rollouts), at.stop - at.start, *_shape(policy)))

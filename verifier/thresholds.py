@@ -6,6 +6,11 @@
     logprob        max(3e-4, 10 x honest maximum), never above 1e-3: it grows with the logits as a policy sharpens, and
                    is not trained on, so that room costs nothing
 
+of a mixture of experts (`route_noise` says why)
+
+    route margin   max(2e-5, 5 x honest), never above 1e-3; honest is the larger of the largest shortfall of an honest
+                   choice and twice the largest difference of one score
+
 and in the bf16 profile, where the honest maximum is that of a float32 verifier:
 
     chunk_exponents   max(16, 2 x honest maximum), at most 32 of 128 points
@@ -36,7 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.manifest import Bf16Thresholds, Thresholds
+from protocol.manifest import Bf16Thresholds, RouteThresholds, Thresholds
 from verifier.errors import CalibrationError
 
 SAFETY = 5.0
@@ -50,6 +55,10 @@ a hundredth of what int8 weights do. With 2^-6, int8 weights in the last 40% of 
 nothing about the other half."""
 TOKEN_MARGIN = 1e-4
 LOGPROB_SAFETY, LOGPROB_FLOOR, LOGPROB_CEILING = 10.0, 3e-4, 1e-3
+
+ROUTE_FLOOR, ROUTE_CEILING = 2e-5, 1e-3
+"""Of the route margin: choices within it are the node's. With some 4 (logits) to 18 (sigmoids) level pairs of experts
+per unit of score those are one in 250 to 55 at the ceiling, one in 12,000 to 2,800 at the floor."""
 
 BF16_ROLLOUT_CHUNKS = 4
 """A mean over fewer chunks is nearly as noisy as one chunk, which has a bound of its own."""
@@ -90,6 +99,11 @@ class Measurement:
     """The verifier's kernels; an engine says its own in its name."""
     threads: tuple[int, ...] = (1,)
     """The verifier's CPU threads."""
+    route_choices: int = 0
+    """Of experts: tokens times layers. 0: a dense model."""
+    route_shortfall: float = 0.0
+    route_scores: float = 0.0
+    """Largest difference of one score between the verifier's own ways to compute it."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +217,14 @@ def compared(measured: Measurement | Bf16Measurement) -> list[tuple[str, float, 
         CalibrationError: see `thresholds` and `bf16_thresholds`.
     """
     if isinstance(measured, Measurement):
-        limits = thresholds(measured)
+        limits, routes = thresholds(measured), route_thresholds_of(measured)
+        routes_honest = max(measured.route_shortfall, 2 * measured.route_scores)
         return [
             ("median error of a chunk", measured.proof_median, limits.proof_median),
             ("points of a chunk that are off", measured.proof_outliers, limits.proof_outliers),
             ("margin of a token", measured.token_margin, limits.token_margin),
             ("log-probability", measured.logprob, limits.logprob),
+            *((("shortfall of a choice of experts", routes_honest, routes.margin),) if routes is not None else ()),
         ]
     bounds = dataclasses.asdict(bf16_thresholds(measured))
     return [
@@ -265,6 +281,43 @@ def thresholds(measured: Measurement) -> Thresholds:
     )
 
 
+def route_thresholds_of(measured: Measurement) -> RouteThresholds | None:
+    """The same of its model's experts; None for a dense model. Raises CalibrationError as `route_thresholds` does."""
+    if not measured.route_choices:
+        return None
+    return route_thresholds(
+        model=measured.model,
+        machine=measured.machine,
+        rollouts=measured.rollouts,
+        choices=measured.route_choices,
+        shortfall=measured.route_shortfall,
+        scores=measured.route_scores,
+    )
+
+
+def route_thresholds(
+    *, model: str, machine: str, rollouts: int, choices: int, shortfall: float, scores: float
+) -> RouteThresholds:
+    """Of a mixture of experts.
+
+    Args:
+        choices: tokens times layers behind the other two. shortfall: largest of an honest choice. scores: largest
+            difference of one score between two honest ways to compute it.
+
+    Raises:
+        CalibrationError: nothing was measured, or honest noise is too close to a bound that may not move.
+    """
+    margin = _at_least(ROUTE_FLOOR, SAFETY * max(shortfall, 2 * scores))
+    if rollouts < 1 or choices < 1:
+        raise CalibrationError("a measurement without rollouts says nothing")
+    if not margin <= ROUTE_CEILING:
+        raise CalibrationError(
+            f"honest noise of {model}'s routers is too high: with its safety factor it is {margin:.3g} and may be at "
+            f"most {ROUTE_CEILING:.3g}. Compute in float32 with TF32 off, or leave this engine, device or model out"
+        )
+    return RouteThresholds(margin, rollouts, choices, shortfall, scores, machine)
+
+
 def _at_least(floor: float, value: float) -> float:
     return value if not value < floor else floor  # a NaN stays one, and is refused
 
@@ -280,8 +333,11 @@ def to_json(measured: Measurement | Bf16Measurement) -> str:
 
 
 def _thresholds_of(measured: Measurement | Bf16Measurement) -> dict[str, Any]:
-    made = thresholds(measured) if isinstance(measured, Measurement) else bf16_thresholds(measured)
-    return dataclasses.asdict(made)
+    if not isinstance(measured, Measurement):
+        return dataclasses.asdict(bf16_thresholds(measured))
+    routes = route_thresholds_of(measured)
+    made = dataclasses.asdict(thresholds(measured))
+    return made if routes is None else made | {"routes": dataclasses.asdict(routes)}
 
 
 def read(path: Path) -> Measurement | Bf16Measurement:
