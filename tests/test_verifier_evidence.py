@@ -19,8 +19,9 @@ from protocol.errors import ManifestError
 from protocol.manifest import EvidenceRow, Thresholds, check_evidence
 from protocol.records import ACCEPT, REJECT, NodeEvidence, Number, Outcome, RolloutDetail, VerdictDetails
 from protocol.state import SubmissionState, VerdictState
+from verifier.errors import CalibrationError
 from verifier.evidence import Cusum, counted, log_factors
-from verifier.evidence_rows import FALSE_BANS_A_DAY, ROLLOUTS_A_DAY, Noise, bf16_rows, fp32_rows
+from verifier.evidence_rows import FALSE_BANS_A_DAY, ROLLOUTS_A_DAY, Noise, bf16_rows, fp32_rows, read, rows_of_run
 from verifier.statistics import MARGIN_SCALE, Measured, measured, previous_nearer, values
 
 ROW = EvidenceRow("precision", "mantissa_mean", 4.0, 1.0, 0.5, 8.0, 100, 0.8)
@@ -110,9 +111,8 @@ def test_the_bars_split_one_chance_in_ten_million_a_node_day():
     assert sum(ROLLOUTS_A_DAY / math.exp(row.log_bar) for row in rows) == pytest.approx(FALSE_BANS_A_DAY)
     check_evidence(rows)
     margins = rows[1]
-    assert (margins.clip, margins.honest) == (pytest.approx(0.005), pytest.approx(1.5 * 0.0005)), (
-        "what counts is clipped"
-    )
+    assert margins.clip == pytest.approx(0.005), "five times the mean, and what counts is clipped"
+    assert margins.honest == pytest.approx(2 * 0.0005 + 3 * 0.0005)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,22 @@ def test_fp32_rows_follow_from_the_measurement_behind_the_thresholds():
     assert fp32_rows(thresholds, pure=False)[1].hypothesis == "reward"
 
 
+def test_bf16_rows_of_a_preset_follow_from_its_checked_in_numbers(tmp_path):
+    thresholds = Thresholds(3e-6, 4, 2.0**-14, 1e-4, 3e-4, 200, 2000, 8e-7, 1, 0.0, 1e-5, "test")
+    rows = rows_of_run("bf16", thresholds, "tiny")
+    assert [row.statistic for row in rows][:3] == ["mantissa_mean", "not_first_rate", "margin_rate"]
+    assert all(row.honest > row.measured_mean for row in rows if row.statistic == "mantissa_mean")
+    assert rows_of_run("bf16", thresholds, "never-measured") == ()
+    assert rows_of_run("fp32", thresholds, "tiny") == fp32_rows(thresholds)
+    (tmp_path / "x.json").write_text(
+        '{"statistics": {"mantissa_mean": {"numbers": 1, "mean": 1.0, "clipped": 2.0, "error": 0.1}}}'
+    )
+    with pytest.raises(CalibrationError, match="no honest node has"):
+        read(tmp_path / "x.json")
+    with pytest.raises(CalibrationError, match="holds no honest numbers"):
+        read(tmp_path / "y.json")
+
+
 # --- from verdicts to numbers ---------------------------------------------------------------------------------------
 
 
@@ -143,31 +159,31 @@ def detail(text: str, reward: float = 0.0, tokens: int = 4, **numbers: float) ->
     return RolloutDetail(logprobs, reward, tuple(Number(name, value) for name, value in numbers.items()))
 
 
-def read(statistic, *details, outcomes=None, samples=2):
+def numbers(statistic, *details, outcomes=None, samples=2):
     stated = [Outcome(one, "holds") for one in outcomes or [ACCEPT] * len(details)]
     return values(statistic, measured(VerdictDetails(details), stated, samples))
 
 
 def test_equal_rollouts_of_a_task_are_one_piece_of_evidence():
     same, other = detail("a", mantissa_mean=3.0), detail("b", mantissa_mean=1.0)
-    assert read("mantissa_mean", same, same, same, other) == [3.0, 3.0, 1.0]
-    assert read("mantissa_mean", same, other, outcomes=[REJECT, ACCEPT]) == [1.0]
-    assert read("mantissa_mean", detail("", tokens=0, mantissa_mean=3.0)) == []
+    assert numbers("mantissa_mean", same, same, same, other) == [3.0, 3.0, 1.0]
+    assert numbers("mantissa_mean", same, other, outcomes=[REJECT, ACCEPT]) == [1.0]
+    assert numbers("mantissa_mean", detail("", tokens=0, mantissa_mean=3.0)) == []
 
 
 def test_rates_are_per_token_and_what_was_not_measured_is_left_out():
-    assert read("not_first_rate", detail("a", tokens_not_first=1), detail("b")) == [0.25]
-    assert read("margin_rate", detail("a", tokens=8, margin_sum=0.4)) == [pytest.approx(0.05)]
-    assert read("margin_rate", detail("a", margin_sum=-5.0)) == [0.0], "a validator's word is at least no credit"
-    assert read("no-such-statistic", detail("a", margin_sum=1.0)) == []
+    assert numbers("not_first_rate", detail("a", tokens_not_first=1), detail("b")) == [0.25]
+    assert numbers("margin_rate", detail("a", tokens=8, margin_sum=0.4)) == [pytest.approx(0.05)]
+    assert numbers("margin_rate", detail("a", margin_sum=-5.0)) == [0.0], "a validator's word is at least no credit"
+    assert numbers("no-such-statistic", detail("a", margin_sum=1.0)) == []
 
 
 def test_claimed_rewards_that_are_right_in_the_mean_add_up_to_nothing():
     rng = random.Random(3)
     claims = [(rng.random(), rng.random()) for _ in range(4000)]
-    x = [read("reward_claimed", detail("a", own, reward_claimed=claim))[0] for claim, own in claims]
+    x = [numbers("reward_claimed", detail("a", own, reward_claimed=claim))[0] for claim, own in claims]
     assert np.mean(x) == pytest.approx(1.0, abs=0.02)
-    assert read("reward_claimed", detail("a", 0.0, reward_claimed=1e308)) == [2.0]
+    assert numbers("reward_claimed", detail("a", 0.0, reward_claimed=1e308)) == [2.0]
 
 
 def test_the_paired_test_is_fair_when_both_policies_fit_alike():
