@@ -140,6 +140,35 @@ def test_training_goes_through_the_joined_weights() -> None:
     assert torch.allclose(states_of(model), whole(copy.deepcopy(model), [[1, 2, 3]])[0], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama biases"])
+def test_bfloat16_rounds_no_worse_than_transformers_does(name: str) -> None:
+    """Against float32 on the same rounded weights: what lies between is bfloat16's own noise, in either pass."""
+    rounded = model_of(CONFIGS[name]).bfloat16()
+    exact = copy.deepcopy(rounded).float()
+    ids = torch.randint(0, 50, (3, 24), generator=torch.Generator().manual_seed(1))
+    expected = torch.stack(whole(exact, ids.tolist()))
+    theirs = torch.stack(whole(copy.deepcopy(rounded), ids.tolist())).float()
+    going = fused.start(rounded, 24)
+    assert isinstance(going, fused.FusedPass)
+    real = torch.ones(3, 24, dtype=torch.bool)
+    real[0, :3] = False  # a padded row takes the pass with a mask
+    parts = [going.run(ids[1:, :20], torch.arange(20).expand(2, 20), None)]
+    parts += [going.run(ids[1:, at : at + 1], torch.full((2, 1), at), None) for at in range(20, 24)]
+    ours = torch.cat(parts, dim=1)
+    assert ours.dtype == torch.bfloat16
+    noise, own = (theirs[1:] - expected[1:]).norm(), (ours.float() - expected[1:]).norm()
+    assert 0 < own < 1.3 * noise and own < 0.03 * expected[1:].norm()
+    padded = fused.start(rounded, 24).run(ids, (torch.cumsum(real, dim=1) - 1).clip(min=0), real)
+    assert (padded[1:].float() - expected[1:]).norm() < 1.3 * noise
+    assert torch.isfinite(padded).all()
+
+
+def test_another_kernel_runs_through_transformers() -> None:
+    model = model_of(CONFIGS["llama"])
+    model.config._attn_implementation = "eager"
+    assert isinstance(fused.start(model, 4), fused.Reference)
+
+
 def test_what_it_does_not_know_runs_through_transformers() -> None:
     sliding = Qwen3Config(
         **SMALL,
