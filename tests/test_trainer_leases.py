@@ -264,6 +264,29 @@ def test_groups_that_no_validator_could_decide_are_sampled_again_by_somebody_els
     assert {(e.submission, e.rollout) for e in trained} >= {(held.index, i) for i in (4, 5, 6, 7)}
 
 
+def test_what_an_accomplice_answers_with_garbage_is_sampled_again_by_somebody_else() -> None:
+    bench = Bench(nodes=4, leases=replace(make_manifest().leases, probation_accepted=4, second_draw=0.0))
+    bench.chain.policy(0)
+    for name in ("node-0", "node-2"):
+        bench.accept(name)
+    lost = bench.take("node-0")
+    bench.chain.close_lease(lost.lease_id)
+    garbage = bench.take("node-1")
+    assert garbage.nonce == lost.nonce
+    other = bench.submit(garbage)
+    for number, validator in ((1, "v0"), (2, "v1")):
+        bench.judge(other, REJECT, validator, number)
+    assert bench.state.nodes[identity("node-1").public].state == "suspended"
+    pieces = []
+    while bench.window.again:
+        lease = bench.take("node-2")
+        assert lease.nonce == lost.nonce
+        bench.judge(bench.submit(lease))
+        pieces += lease.tasks
+    assert sorted(pieces) == sorted(lost.tasks), "its rewards become known after all"
+    assert bench.take("node-0").nonce != lost.nonce
+
+
 def test_a_closed_lease_is_dropped_when_its_policy_is_too_old() -> None:
     bench = Bench(nodes=3)
     bench.chain.policy(0)

@@ -5,9 +5,9 @@ still enter a batch, in batches. A lease is issued iff `b + floor(q) - p <= max_
 its first rollouts will be trained at step b + floor(q). It is cut to what fits before that bound (`room`), so that its
 last rollouts are not too old either.
 
-A lease that came back empty, or whose rollouts no validator could decide, is issued again with the same nonce, tasks
-and samples before anything fresh is, to somebody who never had it: the same tokens come back, and dropping a lease
-gains nothing. Who lost one gets nothing new until it came back from somebody else, and who loses several in a row waits
+A lease that came back empty, whose rollouts no validator could decide or that did not hold, is issued again with the
+same nonce, tasks and samples before anything fresh is, to somebody who never had it: the same tokens come back, and
+dropping a lease, or having it dropped by a friend, gains nothing. Who lost one gets nothing new until it came back from somebody else, and who loses several in a row waits
 longer each time. All who never returned anything together hold a quarter of what may be under way, those of one address
 an eighth: keys are free, and would else hold all of it.
 

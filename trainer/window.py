@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from protocol.envelope import parse
 from protocol.records import Lease, LedgerEntry
-from protocol.state import ACCEPTED, PENDING, UNDECIDED, LeaseState, RunState, SubmissionState
+from protocol.state import ACCEPTED, DISCARDED, PENDING, REJECTED, UNDECIDED, LeaseState, RunState, SubmissionState
 
 RETURNS, FEWEST_RETURNS = 63, 3
 """Leases whose time to return is remembered, and how many make a median. More would let two keys sit on the first whole
@@ -28,6 +28,9 @@ _SETTLES = frozenset(
     {"verdict", "tie.lapsed", "batch", "policy", "run.updated"} | {"evidence.drop", "evidence.node", "evidence.verdict"}
 )
 """Events after which submissions may be decided, or lost with their owner."""
+
+_UNUSABLE = frozenset({UNDECIDED, REJECTED, DISCARDED})
+"""Outcomes of which nothing can be learned: neither a policy, nor what the lease would have brought."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ class Window:
             if all(outcome.status != PENDING for outcome in submission.outcomes):
                 del self.undecided[index]
                 self.settled.update(outcome.status for outcome in submission.outcomes)
-                self._repeat_undecided(submission)
+                self._repeat_unusable(submission)
         for index in [i for i in self.unjudged if i not in self.undecided]:
             submission = self.state.submissions[index]
             if submission.verdict_index is not None or submission.jobs.keys() <= submission.verdicts.keys():
@@ -210,18 +213,19 @@ class Window:
             known = {self.state.leases[i].lease.nonce for i in [*self.open, *self.live]} | self.again.keys()
             self.owners = {nonce: keys for nonce, keys in self.owners.items() if nonce in known}
 
-    def _repeat_undecided(self, submission: SubmissionState) -> None:
-        """Groups that no validator could decide are sampled again by somebody else: nobody may drop them that way."""
+    def _repeat_unusable(self, submission: SubmissionState) -> None:
+        """Groups that no validator could decide, or that did not hold, are sampled again by somebody else: else an
+        accomplice could take over what a node dropped and answer with garbage, and its rewards would never be known.
+        """
         held = self.state.leases[submission.lease_id]
-        undecided = []
+        missing = []
         for group in self.groups(submission.lease_id):
             if group.status == "trained" or any(position in submission.kept for position in group.rollouts):
                 continue  # learned from, or sampled again since it was first decided
-            statuses = {submission.outcomes[position].status for position in group.rollouts}
-            if UNDECIDED in statuses and statuses <= {UNDECIDED, ACCEPTED}:
-                undecided.append(group.task)
-        if undecided and self.fresh(held):
-            self._wait_again(held, tuple(undecided))
+            if any(submission.outcomes[position].status in _UNUSABLE for position in group.rollouts):
+                missing.append(group.task)
+        if missing and self.fresh(held):
+            self._wait_again(held, tuple(missing))
 
     def fresh(self, lease: LeaseState) -> bool:
         """Whether the next batch could still take this lease's rollouts."""
