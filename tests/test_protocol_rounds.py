@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from protocol import decision, draws
 from protocol.evidence import DROP_LOG_E
+from protocol.manifest import EvidenceRow
 from protocol.records import (
     ACCEPT,
     INCONCLUSIVE,
@@ -15,6 +16,7 @@ from protocol.records import (
     DrawsRevealed,
     DropEvidence,
     JobDrawn,
+    NodeEvidence,
     Outcome,
     RelayReport,
     RelayStamp,
@@ -407,6 +409,44 @@ def test_evidence_of_dropped_results_suspends():
     assert "suspended" in state.may_lease(ann.key)
     chain.append("evidence.drop", evidence())
     assert "already suspended" in last_problem(chain)
+
+
+ROW = EvidenceRow("precision", "proof_median", 3e-6, 1e-6, 0.5, 30.0, 200, 3e-7)
+
+
+def pooled(who="ann", **changes):
+    said = NodeEvidence(identity(who).public, "precision", "proof_median", 0, 64, 2, 30.0, 60.0, 2e-6)
+    return replace(said, **changes)
+
+
+def test_pooled_evidence_suspends_over_the_bar_of_the_manifest_in_force():
+    chain = opened(make_manifest(evidence=(ROW,)))
+    number, _ = submitted(chain)
+    for wrong, words in [
+        (pooled(log_e=29.9), "below the bar of 30"),
+        (pooled(validators=1), "nobody is condemned on one word"),
+        (pooled(statistic="margin_rate"), "sums up no margin_rate for precision"),
+        (pooled("val"), "no inference node"),
+        (pooled(upto=10**6), "not there yet"),
+    ]:
+        chain.append("evidence.node", wrong)
+        assert words in last_problem(chain)
+    chain.update(evidence=(replace(ROW, log_bar=40.0),))
+    chain.append("evidence.node", pooled(log_e=39.0))
+    assert "below the bar of 40" in last_problem(chain), "the root raised it"
+    index = chain.append("evidence.node", pooled(log_e=40.0))
+    state = fold(chain.sink.entries)
+    ann = state.nodes[identity("ann").public]
+    assert (ann.state, ann.reason, ann.suspended_index) == ("suspended", "pooled-evidence", index)
+    assert state.submissions[number].outcomes[0] == RolloutOutcome(DISCARDED, "pooled-evidence")
+    chain.append("evidence.node", pooled(log_e=40.0))
+    assert "already suspended" in last_problem(chain)
+
+
+def test_a_run_whose_manifest_sums_up_nothing_suspends_nobody_by_it():
+    chain = opened()
+    chain.append("evidence.node", pooled(log_e=1000.0))
+    assert "sums up no proof_median" in last_problem(chain)
 
 
 def report(chain, relay="rel", wire=b"w" * 32, origin="origin", index=3):

@@ -449,7 +449,7 @@ def test_property_what_is_refused_changes_nothing(commands):
             assert state.size == index + 1 and not state.problems
 
 
-EVENTS = """run.opened run.updated draws.opened draws.revealed validators evidence.drop relay.accused
+EVENTS = """run.opened run.updated draws.opened draws.revealed validators evidence.drop evidence.node relay.accused
 incarnation grant node.joined policy lease lease.closed submission job verdict tie.lapsed batch
 run.finished unheard-of"""
 events = st.sampled_from(EVENTS.split())
