@@ -7,9 +7,9 @@ last rollouts are not too old either.
 
 A lease that came back empty, whose rollouts no validator could decide or that did not hold, is issued again with the
 same nonce, tasks and samples before anything fresh is, to somebody who never had it: the same tokens come back, and
-dropping a lease, or having it dropped by a friend, gains nothing. Who lost one gets nothing new until it came back from somebody else, and who loses several in a row waits
-longer each time. All who never returned anything together hold a quarter of what may be under way, those of one address
-an eighth: keys are free, and would else hold all of it.
+dropping a lease, or having it dropped by a friend, gains nothing. Who lost one gets nothing new until it came back from
+somebody else, and who loses several in a row waits longer each time. All who never returned anything together hold a
+quarter of what may be under way, those of one address an eighth: keys are free, and would else hold all of it.
 
 A lease that is `overdue`, out for several times as long as leases usually take, is not waited for: it leaves the
 rollouts under way, its owner gets no second one beside it, and whoever lost the lease it repeats is not held back for
