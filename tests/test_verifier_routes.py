@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from node.decode import DecodeRequest, decode
@@ -28,6 +30,7 @@ from verifier.routing import routing_of
 from verifier.thresholds import route_thresholds
 
 torch.set_num_threads(1)
+SMALL = moe_model("glm4", 0)
 
 
 def requests_of(count, tokens, seed=0):
@@ -161,6 +164,18 @@ def test_other_bytes_are_refused(raw, positions):
     with pytest.raises(RouteError) as caught:
         Experts.of(moe_model("glm4", 0)).decode(bytes.fromhex(raw), positions)
     assert caught.value.code is ReasonCode.ROUTES_MALFORMED
+
+
+@settings(max_examples=1000, deadline=None)
+@given(raw=st.binary(max_size=48), positions=st.integers(0, 6))
+def test_property_any_bytes_are_routes_in_their_one_form_or_refused(raw, positions):
+    experts = Experts.of(SMALL)
+    try:
+        ids = experts.decode(raw, positions)
+    except RouteError:
+        return
+    assert ids.shape == (positions, 2, 4) and experts.encode(ids) == raw
+    assert all(len(set(one)) == 4 and max(one) < 16 for one in ids.reshape(-1, 4).tolist())
 
 
 def test_more_than_256_experts_have_two_bytes_each(tmp_path):

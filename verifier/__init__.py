@@ -6,6 +6,8 @@
     model        policies: loading and prefill                    thresholds   where honest noise ends
     calibrate    measuring honest noise through an engine         errors       the error tree
     blocks       reading long rollouts no further than needed     drops        does a key keep back what did badly
+    routes       which experts tokens went through                replay       the prefill through those
+    routing      how many experts, from a configuration           route_noise  measuring honest routers
     audit, archive, draws, batches, report, explain, cli   a run's archive, checked from its files alone
     promises     what members kept of a ledger, held against an archive
 
