@@ -9,7 +9,8 @@ import pytest
 from protocol import codec, draws
 from protocol.envelope import parse
 from protocol.errors import ReasonCode
-from protocol.records import ACCEPT, REJECT, DrawsOpened, DropEvidence, JobDrawn, Verdict
+from protocol.manifest import EvidenceRow
+from protocol.records import ACCEPT, REJECT, DrawsOpened, DropEvidence, JobDrawn, NodeEvidence, Verdict
 from protocol.segments import SealedEntry
 from shardcast.records import Head
 from tests.archive_builder import Chain, build_archive, copy_archive, identity, reseal, rewrite
@@ -28,13 +29,18 @@ def late(builder):
     chain = builder.chain
     chain.join("cat", "inference")
     strict = replace(chain.manifest.thresholds, logprob=-1.0)
-    chain.update(thresholds=strict, rotate={"coordinator": "coordinator-2"}, note="nothing passes any more")
+    row = EvidenceRow("precision", "proof_median", 3e-6, 1e-6, 0.5, 20.0, 200, 3e-7)
+    rules = {"thresholds": strict, "evidence": (row,)}
+    chain.update(**rules, rotate={"coordinator": "coordinator-2"}, note="nothing passes any more")
     builder.work("cat", 1, builder.policy_of(1), (150, 151), honest=True, refused=True)
     chain.append("evidence.drop", DropEvidence(identity("bob").public, 10, 5, 5, 20.0, 0.1, 0.5))
     state = builder.state()
     counted = drop_evidence(state, identity("ann").public, lambda submission, rollout: (0.5, 4), state.size)
     assert counted.returned > 0
     chain.append("evidence.drop", replace(counted, log_e=20.0, lost_mean=-0.5, returned_mean=0.5))
+    chain.join("dog", "inference")
+    dog = identity("dog").public
+    chain.append("evidence.node", NodeEvidence(dog, "precision", "proof_median", state.size, 9, 2, 21.0, 42.0, 2e-6))
 
 
 @pytest.fixture(scope="module")
@@ -277,12 +283,14 @@ def test_verdicts_are_held_against_the_manifest_their_lease_names(changed, tmp_p
 def test_evidence_that_does_not_follow_is_named(changed, tmp_path):
     copy = copy_archive(changed, tmp_path)
     invented, overstated = events(copy, "evidence.drop")
+    (pooled,) = events(copy, "evidence.node")
     report = audit(copy, FILES_ONLY)
     assert [(f.record, f.reason) for f in report.failures] == [
-        (f"ledger/{sealed.index}", ReasonCode.VERDICT_WRONG) for sealed in (invented, overstated)
+        (f"ledger/{sealed.index}", ReasonCode.VERDICT_WRONG) for sealed in (invented, overstated, pooled)
     ]
     assert "says 5 lost, 5 returned" in report.failures[0].message
     assert "log e 20, but it is" in report.failures[1].message, "the counts are right, the number is not"
+    assert "says log e 21 over 9 rollouts and 2 validators, but it is 0 over" in report.failures[2].message
 
 
 def test_weights_signed_by_a_rotated_origin_hold(tmp_path):
