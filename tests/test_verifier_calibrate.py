@@ -85,7 +85,7 @@ def test_thresholds_stay_above_five_times_the_noise_and_below_the_ceiling() -> N
     ("field", "bound", "quiet", "lowest", "loud", "raised", "too_loud"),
     [
         ("exponents", "chunk_exponents", 8, 16, 12, 24, 17),
-        ("chunk_mantissa", "chunk_mantissa", 2.0, 4.0, 2.5, 5.0, 3.1),
+        ("chunk_mantissa", "chunk_mantissa", 2.0, 4.0, 4.0, 8.0, 5.1),
         ("rollout_mantissa", "rollout_mantissa", 1.6, 2.5, 2.0, 3.0, 2.7),
         ("token_margin", "token_margin", 0.5, 1.5, 1.0, 3.0, 1.4),
         ("margin_mean", "margin_mean", 0.006, 0.02, 0.01, 0.03, 0.021),
