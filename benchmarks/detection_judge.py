@@ -112,7 +112,7 @@ def _path(maker: Maker, name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """Rollouts of one name, and their prompts."""
 
     name: str
@@ -128,15 +128,15 @@ def _measure(maker: Maker, pools: Sequence[Pool], against: str) -> None:
         _save(_path(maker, name), one)
 
 
-def _works(pool: Pool, made: Made) -> list[_Work]:
+def _works(pool: Pool, made: Made) -> list[Work]:
     if pool.samples == 1:
-        return [_Work(pool.name, pool.kind, pool.prompts, made)]
+        return [Work(pool.name, pool.kind, pool.prompts, made)]
     wrong, best = names_of(pool)
     prompts = pool.prompts[:: pool.samples]
     firsts = list(range(0, len(pool.prompts), pool.samples))
     return [
-        _Work(wrong, "wrong-seed", prompts, take(made, firsts)),
-        _Work(best, pool.kind, prompts, take(made, best_of(made, pool.samples))),
+        Work(wrong, "wrong-seed", prompts, take(made, firsts)),
+        Work(best, pool.kind, prompts, take(made, best_of(made, pool.samples))),
     ]
 
 
@@ -271,7 +271,7 @@ def spliced(maker: Maker, name: str, pool: Pool, rollouts: int, seed: int = 0) -
             logits_V[tokens_RN[row, place]] = -torch.inf
             tokens_RN[row, place] = int(logits_V.argmax())
         edited = Made(tokens_RN, made.logprobs_RN, made.states_RNH)
-        work = _Work(name, "splice", pool.prompts[: len(tokens_RN)], edited)
+        work = Work(name, "splice", pool.prompts[: len(tokens_RN)], edited)
         _save(path, measure(maker, [work], policy)[name])
     return _load(path)
 

@@ -170,7 +170,7 @@ def free_bits_of_sum(gaps_RNG: npt.NDArray[np.float32], token_bound: float, budg
     rollouts, tokens, _ = gaps_RNG.shape
     gaps = np.where(gaps_RNG <= token_bound, gaps_RNG, np.inf).astype(np.float64)
     best = math.inf
-    for b in np.geomspace(0.05, 500.0, 60):
+    for b in np.geomspace(1e-3, 500.0, 80):
         of_token = float(np.log(np.exp(-b * gaps).sum(axis=-1)).mean())
         best = min(best, b * budget + tokens * of_token)
     return best / math.log(2) if rollouts else 0.0

@@ -12,8 +12,8 @@ Not covered: SmolLM2 (`detection_pool`), dishonest nodes (`benchmarks.evidence_p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def measure(
 ) -> Honest:
     """Honest tokens until there are so many, or, without `make`, those of the slices that are there."""
     weights = blake3().update_mmap(TINY / "model.safetensors").hexdigest()[:8]
-    bounds = blake3(repr(limits).encode()).hexdigest()[:8]
+    bounds = blake3(repr([_bounds(one) for one in limits]).encode()).hexdigest()[:8]
     folder = cache / f"detection-tiny-{FORMAT}-{profile}-{weights}-{bounds}"
     folder.mkdir(parents=True, exist_ok=True)
     total, number = Honest(), 0
@@ -108,6 +108,12 @@ def measure(
         total.add(Honest(**json.loads(path.read_text())))
         number += 1
     return total
+
+
+def _bounds(limits: Thresholds | Bf16Thresholds | None) -> list[tuple[str, float]]:
+    """What decides, without the measurement it was taken from."""
+    every = [] if limits is None else sorted(asdict(limits).items())
+    return [(name, value) for name, value in every if not name.startswith(("measured", "machine", "false"))]
 
 
 def _slice(profile: str, number: int, limits: tuple[Thresholds, Bf16Thresholds | None]) -> Honest:
@@ -125,12 +131,16 @@ class Rig:
     """A run of the tiny model and a validator of it."""
 
     def __init__(
-        self, profile: str, environment: Environment, limits: tuple[Thresholds, Bf16Thresholds | None]
+        self,
+        profile: str,
+        environment: Environment,
+        limits: tuple[Thresholds, Bf16Thresholds | None],
+        stop: tuple[int, ...] | None = None,
     ) -> None:
         self.environment = environment
         self.policy: PolicyModel = load_to_verify(TINY, profile)
         self.limbs = profile_of(profile).limbs
-        self.run = _open_run(profile, environment, self.policy.eos, limits)
+        self.run = _open_run(profile, environment, self.policy.eos if stop is None else stop, limits)
 
     def honest(self, number: int, model: Any, batch: int) -> Honest:
         """One lease, answered and judged."""
@@ -156,17 +166,27 @@ class Rig:
 
     def answer(self, lease: Lease, model: Any, batch: int = 32, temperature: float = 1.0) -> Submission:
         """What a node with this model sends."""
-        numbers = [(task, sample) for task in lease.tasks for sample in range(lease.samples)]
-        requests = [
+        return self.submission(lease, self.decoded(lease, model, batch, temperature))
+
+    def requests(self, lease: Lease) -> list[DecodeRequest]:
+        """What a lease asks for, task by task."""
+        return [
             DecodeRequest(
                 tuple(prompt_ids(self.policy.tokenizer, self.environment.task(task).prompt)),
                 sampling_seed(self.run.id, lease.nonce, task, sample),
                 lease.max_new_tokens,
             )
-            for task, sample in numbers
+            for task in lease.tasks
+            for sample in range(lease.samples)
         ]
+
+    def decoded(self, lease: Lease, model: Any, batch: int = 32, temperature: float = 1.0) -> list[Decoded]:
         stop = self.run.manifest.sampling.stop_tokens
-        outputs = decode(model, requests, temperature=temperature, stop_tokens=stop, batch_rows=batch)
+        return decode(model, self.requests(lease), temperature=temperature, stop_tokens=stop, batch_rows=batch)
+
+    def submission(self, lease: Lease, outputs: Sequence[Decoded]) -> Submission:
+        """Rollouts with proofs of their own states."""
+        numbers = [(task, sample) for task in lease.tasks for sample in range(lease.samples)]
         proofs = toploc.build_many([out.states_NH for out in outputs], self.limbs)
         return Submission(
             lease.lease_id,
