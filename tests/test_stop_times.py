@@ -319,8 +319,8 @@ def test_verifier_audit(tmp_path: Path, number: signal.Signals) -> None:
     before = sorted(str(path) for path in run.rglob("*"))
 
     def start() -> Started:
-        command = Command(tmp_path, str(BIN / "verifier"), "audit", str(run))
-        return Started(command, lambda: bool(command.files()), BY_NUMBER, 5.0)
+        command = Command(tmp_path, str(BIN / "verifier"), "audit", str(run), "--jobs", "2")
+        return Started(command, lambda: bool(command.files()), BY_NUMBER, 2.0)
 
     stops(start, number)
     assert sorted(str(path) for path in run.rglob("*")) == before

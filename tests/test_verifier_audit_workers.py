@@ -42,12 +42,13 @@ def copy(built, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays():
+def nothing_stays(tmp_path, monkeypatch):
     """No process, and no copy of the weights."""
-    before = set(Path(tempfile.gettempdir()).glob("headwater-audit-*"))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     yield
-    assert multiprocessing.active_children() == []
-    assert set(Path(tempfile.gettempdir()).glob("headwater-audit-*")) <= before
+    assert multiprocessing.active_children() == [] and list(scratch.iterdir()) == []
 
 
 def said(report):
@@ -281,9 +282,9 @@ def test_what_another_audit_kept_is_left_aside_with_a_sentence(built, copy, stat
 
     left_aside("another audit", Options(fraction=0.9, seed="00", jobs=1, resume=True, state=state))
     state.write_bytes(kept)
-    monkeypatch.setattr("verifier.resume.software", lambda: "the next release")
-    left_aside("another audit")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("verifier.resume.software", lambda: "the next release")
+        left_aside("another audit")
     for damaged in (
         kept[:-1],
         kept[: len(kept) // 2],
