@@ -16,6 +16,7 @@ import dataclasses
 import json
 import struct
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from environments.registry import load
 from protocol import codec
 from protocol.control import Member
 from protocol.envelope import parse
+from protocol.evidence import VerdictEvidence
 from protocol.files import write_atomic
 from protocol.identity import load_identity
 from protocol.records import Lease, Rollout, Submission, UploadIntent, Verdict
@@ -127,14 +129,14 @@ class CheckedRun(Desk):
 
     # --- work ---------------------------------------------------------------------------------------------------
 
-    def work(self, name: str, how: str = "honest") -> int:
-        """One lease of a node, done and sent; returns the submission's ledger index."""
+    def work(self, name: str, how: str | Callable[[Rollout], Rollout] = "honest") -> int:
+        """One lease of a node, done, spoilt and sent; returns the submission's ledger index."""
         lease = self.lease(name)
         environment = load(next(s for s in self.book.run.manifest.environments if s.digest == lease.environment))
         rig = Rig(self.book.run, lease, self.policy(lease), environment, Submission(bytes(16), "", ()))
         made = rig.answer(lease=lease)
         if how != "honest":
-            spoil = {"reward": _other_reward, "tokens": _other_token}[how]
+            spoil = {"reward": _other_reward, "tokens": _other_token}[how] if isinstance(how, str) else how
             made = dataclasses.replace(made, rollouts=tuple(spoil(one) for one in made.rollouts))
             self.false[self.state.leases[lease.lease_id].owner] += len(made.rollouts)
         return self.send(lease, made)
@@ -206,6 +208,10 @@ class CheckedRun(Desk):
             if await self.close_batch():
                 return
         raise AssertionError("no batch could be closed")
+
+    def accusations(self) -> list[VerdictEvidence]:
+        entries = [stored.entry() for stored in self.book.ledger.entries()]
+        return [codec.decode(VerdictEvidence, entry.body) for entry in entries if entry.event == "evidence.verdict"]
 
     def trained_of(self, name: str) -> int:
         """Rollouts of a node that batches hold."""

@@ -148,7 +148,8 @@ class Judging:
             job = submission.jobs[number]
             if self._is_due(job):
                 self._forget(job.job_id)  # if nobody else is there, the same one is asked again
-                if self.drawing.draw(submission, number):
+                gone = self.book.state.nodes[job.validator].state == "suspended"
+                if self.drawing.draw(submission, number) and not gone:
                     self.news.say(f"{self._name(job.validator)} does not answer; another validator is drawn")
         number = decision.next_round(submission) or 0
         if number:
