@@ -163,6 +163,16 @@ def test_one_expert_of_one_token_is_found(rigs, family, where):
     assert (found["route_at"], found["route_layer"]) == (at, 1) and found["route_shortfall"] > MARGIN
 
 
+def test_equal_tokens_through_other_experts_are_read_for_themselves(rigs):
+    """One honest rollout twice, the second time with forged routes: each has its own prefill and its own reason."""
+    rig = rigs["qwen3"]
+    honest = rig.honest.rollouts[0]
+    routes = routes_of(rig, honest)
+    routes[-1, 0] = np.sort([*routes[-1, 0, 1:], next(e for e in range(16) if e not in routes[-1, 0])])
+    for twin, reason in ((honest, "token-not-forced"), (reproved(rig, honest, routes), "routes-forged")):
+        assert rig.only(1, dataclasses.replace(twin, sample=1)) == reason
+
+
 def test_the_margin_in_the_manifest_decides(rigs):
     """A choice that falls short by a known amount, and changes no token: refused just below it, believed just above."""
     rig = rigs["qwen3"]
