@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from protocol.errors import UsageError
 from protocol.records import Lease
 from tests.archive_builder import build_archive, copy_archive, invert_verdicts
-from verifier import blocks, derive, judge, model, workers
+from verifier import blocks, cli, derive, judge, model, workers
 from verifier.archive import RunArchive, SubmissionFact
 from verifier.audit import Options, audit
 from verifier.derive import Derivation, Part, parts
-from verifier.resume import MAGIC
+from verifier.resume import MAGIC, Kept
 from verifier.workers import Died, affordable, derive_all
 
 ROLLOUTS = 36
@@ -252,6 +252,24 @@ def test_an_interrupted_audit_goes_on_where_it_stopped(built, copy, state):
     assert f"had derived {report.rollouts_resumed} rollouts" in "\n".join(report.lines())
     assert not state.exists() and list(state.parent.iterdir()) == []
     assert audit(copy, options).rollouts_resumed == 0
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(copy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    added, add = [], Kept.add
+
+    def fifth(self, one):
+        add(self, one)
+        added.append(one)
+        if len(added) == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Kept, "add", fifth)
+        assert cli.main(["audit", str(copy), "--jobs", "1"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert cli.main(["audit", str(copy), "--jobs", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rollouts_resumed"] == 20
 
 
 def test_a_share_that_was_drawn_by_chance_is_drawn_again_until_it_is_done(copy, state):

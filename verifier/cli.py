@@ -186,7 +186,12 @@ def _audit(args: argparse.Namespace) -> int:
             resume=True,
             state=args.state,
         )
-        report = audit(args.path, options, progress)
+        try:
+            report = audit(args.path, options, progress)
+        except KeyboardInterrupt:
+            if not args.json:
+                sys.stderr.write("stopped; the same command goes on with what was derived\n")
+            raise
     _print(json.dumps(report.to_json()) if args.json else "\n".join(report.lines()))
     return report.exit_code
 
