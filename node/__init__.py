@@ -7,7 +7,7 @@ inference   leases to submissions       upload, receipts    submissions to recei
 validator   jobs to verdicts            relay       weights onwards
 engine      the engine process          decode      tokens, log-probabilities, states
 engine_link the node's end of an engine
-home, log, status, doctor, errors, backoff, lifeline
+home, log, status, doctor, errors, backoff
 
 Only `engine`, `decode` and `validator` import torch.
 """

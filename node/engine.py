@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from blake3 import blake3
 
-from node.lifeline import die_with_parent
 from protocol import codec
 from protocol.engine import (
     EngineFailure,
@@ -49,6 +48,7 @@ from protocol.engine import (
 )
 from protocol.errors import EngineError, HeadwaterError, ReasonCode, UsageError
 from protocol.heap import settle_heap
+from protocol.lifeline import die_with_parent
 from protocol.manifest import PROFILES
 
 if TYPE_CHECKING:
