@@ -35,6 +35,7 @@ from protocol.manifest import (
     RunManifest,
     Thresholds,
     check_evidence,
+    check_routes,
     open_manifest,
 )
 from protocol.records import NO_HASH, U16, U64, Hash, Key, Line, Lines
@@ -285,6 +286,8 @@ def _rules(update: RunUpdate, before: RunManifest) -> dict[str, Any]:
     if update.bf16 is not None and before.profile != "bf16":
         raise ManifestError("bf16 thresholds for a run of another profile, which would decide nothing")
     check_evidence(update.evidence)
+    if update.routes is not None:
+        check_routes(before.model, update.routes)
     return {
         "control": update.control,
         "ingress": update.ingress,

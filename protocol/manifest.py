@@ -324,6 +324,17 @@ def _check_files(model: ModelSpec) -> None:
         raise ManifestError("the manifest names one model file twice", ReasonCode.MALFORMED)
 
 
+def check_routes(model: ModelSpec, routes: RouteThresholds | None) -> None:
+    """Raise ManifestError unless a model with experts, and only one, has a margin, and both can be checked by."""
+    routing = model.routing
+    if (routing is None) != (routes is None):
+        raise ManifestError("experts and the margin of their routes come together or not at all", ReasonCode.MALFORMED)
+    if routing is not None and not (routing.layers and 1 <= routing.per_token <= routing.experts <= 1 << 16):
+        raise ManifestError("the manifest names experts that no token can go through", ReasonCode.MALFORMED)
+    if routes is not None and routes.margin < 0:
+        raise ManifestError("a route margin below 0 refuses what routers choose", ReasonCode.MALFORMED)
+
+
 def check_evidence(rows: tuple[EvidenceRow, ...]) -> None:
     """Raise ManifestError for rows that can't be summed up by, or that name one sum twice."""
     for row in rows:
@@ -359,6 +370,7 @@ def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
         if manifest.profile == "bf16" and manifest.bf16 is None:
             raise ManifestError("a bf16 run without bf16 thresholds: nothing in it could be judged")
         check_evidence(manifest.evidence)
+        check_routes(manifest.model, manifest.routes)
     except ManifestError:
         raise
     except ProtocolError as exc:

@@ -19,7 +19,7 @@ from protocol.chain import (
 )
 from protocol.envelope import seal
 from protocol.errors import ManifestError, ReasonCode
-from protocol.manifest import MANIFEST_KIND, Bf16Thresholds, RouteThresholds, open_manifest, run_id_of
+from protocol.manifest import MANIFEST_KIND, Bf16Thresholds, RouteThresholds, Routing, open_manifest, run_id_of
 from tests.ledger_builder import START_MS, identity, make_manifest
 
 MANIFEST = make_manifest()
@@ -63,8 +63,6 @@ def test_updates_change_what_they_name_and_nothing_else():
         ingress=("http://127.0.0.1:9",),
         leases=replace(MANIFEST.leases, max_staleness=4),
     )
-    routes = RouteThresholds(2e-5, 1, 1, 0.0, 0.0, "test")
-    assert grown(two, routes=routes).current.manifest == replace(two.current.manifest, routes=routes)
     assert two.at(one.hash).manifest.thresholds == eased and two.at(one.hash).manifest.ingress == MANIFEST.ingress
     assert two.at(START.hash).manifest == MANIFEST and len({START.hash, one.hash, two.hash}) == 3
     assert {run.id for run in (two.current, two.at(one.hash))} == {START.genesis.id}, "the run stays the same run"
@@ -73,6 +71,31 @@ def test_updates_change_what_they_name_and_nothing_else():
     with pytest.raises(ManifestError) as caught:
         one.at(two.hash)
     assert caught.value.code == ReasonCode.WRONG_RUN
+
+
+def opened(manifest):
+    raw = seal(identity("root"), MANIFEST_KIND, manifest, run=run_id_of(manifest), sequence=1, issued_at=START_MS).raw
+    return Chain(open_manifest(raw))
+
+
+def test_a_route_margin_belongs_to_a_model_with_experts():
+    margin, wider = (RouteThresholds(value, 1, 1, 0.0, 0.0, "test") for value in (2e-5, 4e-5))
+    sparse = replace(MANIFEST.model, routing=Routing(2, 16, 4))
+    chain = opened(replace(MANIFEST, model=sparse, routes=margin))
+    assert grown(chain, routes=wider).current.manifest == replace(chain.current.manifest, routes=wider)
+    for model, routes in (
+        (sparse, None),
+        (MANIFEST.model, margin),
+        (sparse, replace(margin, margin=-1e-9)),
+        (replace(sparse, routing=Routing(0, 16, 4)), margin),
+        (replace(sparse, routing=Routing(2, 3, 4)), margin),
+        (replace(sparse, routing=Routing(2, 1 << 17, 4)), margin),
+    ):
+        with pytest.raises(ManifestError):
+            opened(replace(MANIFEST, model=model, routes=routes))
+    for chain_, routes in ((START, margin), (chain, replace(margin, margin=-1.0))):
+        with pytest.raises(ManifestError):
+            grown(chain_, routes=routes)
 
 
 def test_a_rotated_key_comes_with_the_roots_delegation():
