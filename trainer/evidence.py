@@ -23,7 +23,7 @@ from protocol.state import NodeState, SubmissionState, VerdictState
 from trainer import batches
 from trainer.book import Book
 from trainer.news import News
-from verifier.evidence import Sums, counted, distrusted, in_order
+from verifier.evidence import RowKey, Sums, counted, distrusted, in_order, key_of
 
 MAX_PAUSE_S = 0.1
 """The queue is left for the next turn once this has gone by: the coordinator answers nobody meanwhile."""
@@ -43,6 +43,9 @@ class Evidence:
     """Counted verdicts that are not summed up yet."""
     _suspects: set[bytes] = field(default_factory=set)
     """Nodes with a sum over its bar."""
+    _changed: bool = False
+    """Numbers came since nodes were last looked at."""
+    _told: set[tuple[bytes, RowKey, str]] = field(default_factory=set)
     _blind: bool = False
     """Details were lost: sums made without them are not those of an audit that has them."""
 
@@ -71,10 +74,10 @@ class Evidence:
         begun = self.monotonic()
         while self._queue and not self._blind and self.monotonic() - begun <= MAX_PAUSE_S:
             self._take_in(*self._queue.popleft())
-        if self._queue or self._blind or self.book.state.finished is not None:
+        if self._queue or self._blind or not self._changed or self.book.state.finished is not None:
             return False
-        found = [self._look(self.book.state.nodes[key]) for key in sorted(self._suspects)]
-        return any(found)
+        self._changed = False
+        return any([self._look(row) for row in self._sums.rows])  # noqa: C419 (every row, also after one that found)
 
     def _take_in(self, submission: SubmissionState, verdict: VerdictState) -> None:
         try:
@@ -84,34 +87,41 @@ class Evidence:
             self.news.say(f"no node is suspended by pooled evidence any more: {exc}. Restore the file and start again")
             return
         self._sums.add(self.book.state, submission, verdict, details)
+        self._changed = True
         over = any(cusum.suspicious for cusum in self._sums.of(submission.owner).values())
         (self._suspects.add if over else self._suspects.discard)(submission.owner)
 
-    def _look(self, node: NodeState) -> bool:
-        if node.state == "suspended":
-            return False
-        upto = self.book.ledger.size
-        for row, cusum in self._sums.of(node.key).items():
-            if not cusum.suspicious:
-                continue
+    def _look(self, row: EvidenceRow) -> bool:
+        """Suspend whom one row condemns, and tell the operator once whom it would if others were believed."""
+        state, upto = self.book.state, self.book.ledger.size
+        sums = {node: self._sums.of(node).get(key_of(row)) for node in sorted(self._suspects)}
+        over = {node: cusum for node, cusum in sums.items() if cusum is not None and cusum.suspicious}
+        over = {node: cusum for node, cusum in over.items() if state.nodes[node].state != "suspended"}
+        condemned = [node for node, cusum in over.items() if cusum.condemns]
+        vouched = self._sums.vouched(state, condemned, row, upto)
+        for node, cusum in over.items():
             if not cusum.condemns:
-                self.news.say_once(
-                    f"what one validator measured on the rollouts of {node.name} is beyond chance ({row[0]}), but the "
-                    "others' numbers are not, or there are none: nobody is suspended on one validator's word"
-                )
-            elif not self._sums.vouched(self.book.state, node.key, cusum.row, upto):
-                self.news.say_once(
-                    f"what validators measured on the rollouts of {node.name} is beyond chance ({row[0]}), but most "
-                    "other nodes are no better, or there are none: the bound may be wrong, and nobody is suspended. "
-                    "The operator should calibrate again"
-                )
-            else:
-                said = self._sums.evidence(node.key, row, upto)
-                self.book.append("evidence.node", said)
-                self.suspend(node)
-                self.news.say(f"{node.name} is suspended: {in_words(said, cusum.row)} ({node.reason})")
-                return True
-        return False
+                self._tell(node, row, "but the others' numbers are not, or there are none: nobody is suspended on one "
+                           "validator's word")  # fmt: skip
+            elif node not in vouched:
+                self._tell(node, row, "but most other nodes are no better, or there are none: the bound may be wrong, "
+                           "and nobody is suspended. The operator should calibrate again")  # fmt: skip
+        for node in sorted(vouched):
+            said = self._sums.evidence(node, key_of(row), upto)
+            self.book.append("evidence.node", said)
+            self.suspend(state.nodes[node])
+            self._suspects.discard(node)
+            name, reason = state.nodes[node].name, state.nodes[node].reason
+            self.news.say(f"{name} is suspended: {in_words(said, row)} ({reason})")
+        return bool(vouched)
+
+    def _tell(self, node: bytes, row: EvidenceRow, why: str) -> None:
+        if (node, key_of(row), why) not in self._told:
+            self._told.add((node, key_of(row), why))
+            name = self.book.state.nodes[node].name
+            self.news.say(
+                f"what validators measured on the rollouts of {name} is beyond chance ({row.hypothesis}), {why}"
+            )
 
 
 def in_words(evidence: NodeEvidence, row: EvidenceRow) -> str:

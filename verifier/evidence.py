@@ -30,8 +30,8 @@ together (they can also reject), keys of one owner, which are summed up apart.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,6 +77,8 @@ class Cusum:
     """Validator -> ln M over the numbers of all the others."""
     recent: deque[tuple[bytes, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """The newest numbers: (validator, x)."""
+    _means: dict[bytes | None, float | None] = field(default_factory=dict, repr=False, compare=False)
+    """Validator left out -> `mean`, since the newest number."""
 
     def add(self, validator: bytes, x: Sequence[float]) -> None:
         """Take in the numbers of one verdict, in order."""
@@ -84,6 +86,7 @@ class Cusum:
             return
         self.without.setdefault(validator, self.log_all)  # nothing of it so far
         self.numbers += len(x)
+        self._means.clear()
         for value, log in zip(x, log_factors(self.row, x).tolist(), strict=True):
             self.log_all = max(self.log_all, 0.0) + log
             for other, before in self.without.items():
@@ -110,8 +113,15 @@ class Cusum:
 
     def mean(self, excluded: bytes | None = None) -> float | None:
         """Of the newest numbers, without one validator's; None when they are too few."""
-        kept = [value for validator, value in self.recent if validator != excluded]
-        return sum(kept) / len(kept) if len(kept) >= FEWEST_RECENT else None
+        if excluded not in self._means:
+            kept = [value for validator, value in self.recent if validator != excluded]
+            self._means[excluded] = sum(kept) / len(kept) if len(kept) >= FEWEST_RECENT else None
+        return self._means[excluded]
+
+    def within(self, excluded: bytes | None = None) -> bool | None:
+        """Whether that mean is one of an honest node; None when it tells nothing."""
+        mean = self.mean(excluded)
+        return None if mean is None else mean <= self.row.honest
 
 
 @dataclass
@@ -139,14 +149,25 @@ class Sums:
         """A node's sums, of the rows for which it has numbers."""
         return self._by_node.get(node, {})
 
-    def vouched(self, state: RunState, node: bytes, row: EvidenceRow, upto: int) -> bool:
-        """Rule 3: whether the others show that honest nodes are within the row's bound, whichever validator lies."""
-        others = [
-            sums[key_of(row)]
-            for other, sums in self._by_node.items()
-            if other != node and key_of(row) in sums and not _gone(state, other, upto)
-        ]
-        return all(_most_within(others, row, liar) for liar in (None, *self.of(node)[key_of(row)].without))
+    def vouched(self, state: RunState, nodes: Iterable[bytes], row: EvidenceRow, upto: int) -> set[bytes]:
+        """Rule 3: those of `nodes` beside whom enough others are within the row's bound, whichever validator lies."""
+        key = key_of(row)
+        sums = {node: held[key] for node, held in self._by_node.items() if key in held}
+        measure = [cusum for node, cusum in sums.items() if not _gone(state, node, upto)]
+        counts: dict[bytes | None, Counter[bool | None]] = {}
+        found = set()
+        for node in nodes:
+            own, is_measure = sums[node], not _gone(state, node, upto)
+            for liar in (None, *own.without):
+                if liar not in counts:
+                    counts[liar] = Counter(cusum.within(liar) for cusum in measure)
+                others = counts[liar].copy()
+                others[own.within(liar)] -= is_measure
+                if not others[True] or others[True] < others[False]:
+                    break
+            else:
+                found.add(node)
+        return found
 
     def evidence(self, node: bytes, row: RowKey, upto: int) -> NodeEvidence:
         """The record of one sum as it is now.
@@ -192,8 +213,3 @@ def _gone(state: RunState, key: bytes, upto: int) -> bool:
     """Whether a node was suspended below entry `upto`: what it showed is no measure for others."""
     ended = state.nodes[key].suspended_index
     return ended is not None and ended < upto
-
-
-def _most_within(others: Sequence[Cusum], row: EvidenceRow, excluded: bytes | None) -> bool:
-    means = [mean for other in others if (mean := other.mean(excluded)) is not None]
-    return bool(means) and 2 * sum(mean <= row.honest for mean in means) >= len(means)

@@ -67,6 +67,6 @@ def _wrong(sums: Sums, state: RunState, said: NodeEvidence) -> str:
             f"says log e {said.log_e:.4g} over {said.rollouts} rollouts and {said.validators} validators, but it is "
             f"{ours.log_e:.4g} over {ours.rollouts} and {ours.validators}"
         )
-    if key in sums.of(said.key) and sums.vouched(state, said.key, row, said.upto):
+    if key in sums.of(said.key) and sums.vouched(state, [said.key], row, said.upto):
         return ""
     return f"condemns a node for {said.hypothesis} while most other nodes were no better, or there were none"
