@@ -318,3 +318,29 @@ def test_an_accepted_rollouts_details_fit_the_upload_for_who_has_no_model(tiny: 
         assert outcome.outcome == ACCEPT and contradiction(rollout, detail, 0.0) == ""
     other = dataclasses.replace(judged.details[0], logprobs=words([1] * (len(judged.details[0].logprobs) // 4)))
     assert contradiction(tiny.honest.rollouts[0], other, 3e-4)
+
+
+# --- a real model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.heavy
+def test_smollm2_in_bf16() -> None:
+    """SmolLM2-135M, 4 chunks a rollout: honest ones hold decoded alone or together, 4-bit weights and a missing layer
+    do not, and of int8 weights one rollout says little more than that its number is larger."""
+    from trainer.smollm2 import export
+
+    folder = export()
+    sampler, verifier = load_to_sample(folder, "bf16"), load_to_verify(folder, "bf16")
+    limits = measured("smollm2")
+    rig = make_rig(verifier, make("addition"), 2, 1, 128, (), bf16=limits, generator=sampler.model)
+    honest = rig.judge(rig.honest)
+    alone = rig.judge(rig.answer(batch_rows=1))
+    assert set(reasons(honest)) == set(reasons(alone)) == {"holds"}
+    for judged in (honest, alone):
+        assert max(column(judged, "mantissa_mean")) < limits.rollout_mantissa / 1.3
+        assert max(column(judged, "margin_sum")) < limits.token_margin
+    for other in (rounded_to(sampler.model, 7), without_top_layer(sampler.model)):
+        assert set(reasons(rig.judge(rig.answer(other)))) == {"proof-mismatch"}
+    int8 = rig.judge(rig.answer(rounded_to(sampler.model, 127)))
+    assert np.mean(column(int8, "mantissa_mean")) > 1.5 * np.mean(column(honest, "mantissa_mean"))
+    assert max(column(int8, "mantissa_mean")) < 2 * limits.rollout_mantissa
