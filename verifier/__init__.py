@@ -4,7 +4,8 @@
     toploc       proofs of which weights computed the states      sampling     tokens forced by a lease's seed
     philox       the generator behind the noise                   logprobs     the one log-probability
     model        policies: loading and prefill                    thresholds   where honest noise ends
-    calibrate    measuring honest noise through an engine         errors       the error tree
+    profiles     what nodes compute in, and how it is checked     errors       the error tree
+    calibrate    measuring honest noise through engines           evidence     what only many rollouts of a node show
     blocks       reading long rollouts no further than needed     drops        does a key keep back what did badly
     routes       which experts tokens went through                replay       the prefill through those
     routing      how many experts, from a configuration           route_noise  measuring honest routers
