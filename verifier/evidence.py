@@ -30,7 +30,8 @@ together (they can also reject), keys of one owner, which are summed up apart.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -75,8 +76,10 @@ class Cusum:
     """ln M over everybody's numbers."""
     without: dict[bytes, float] = field(default_factory=dict)
     """Validator -> ln M over the numbers of all the others."""
-    recent: deque[tuple[bytes, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """The newest numbers: (validator, x)."""
+    recent: array[float] = field(default_factory=lambda: array("d"))
+    """The newest numbers, at most `clip` each; number n lies at n % `RECENT`. An array, since each node and row has one."""
+    _whose: array[int] = field(default_factory=lambda: array("I"), repr=False)
+    """Of each of them, its validator's place in `without`."""
     _means: dict[bytes | None, float | None] = field(default_factory=dict, repr=False, compare=False)
     """Validator left out -> `mean`, since the newest number."""
 
@@ -85,14 +88,16 @@ class Cusum:
         if not x:
             return
         self.without.setdefault(validator, self.log_all)  # nothing of it so far
-        self.numbers += len(x)
+        place = list(self.without).index(validator)
         self._means.clear()
         for value, log in zip(x, log_factors(self.row, x).tolist(), strict=True):
             self.log_all = max(self.log_all, 0.0) + log
             for other, before in self.without.items():
                 if other != validator:
                     self.without[other] = max(before, 0.0) + log
-            self.recent.append((validator, min(value, self.row.clip)))
+            at = slice(self.numbers % RECENT, self.numbers % RECENT + 1)
+            self.recent[at], self._whose[at] = array("d", [min(value, self.row.clip)]), array("I", [place])
+            self.numbers += 1
 
     @property
     def log_e(self) -> float:
@@ -114,7 +119,8 @@ class Cusum:
     def mean(self, excluded: bytes | None = None) -> float | None:
         """Of the newest numbers, without one validator's; None when they are too few."""
         if excluded not in self._means:
-            kept = [value for validator, value in self.recent if validator != excluded]
+            place = list(self.without).index(excluded) if excluded in self.without else -1
+            kept = [value for value, whose in zip(self.recent, self._whose, strict=True) if whose != place]
             self._means[excluded] = sum(kept) / len(kept) if len(kept) >= FEWEST_RECENT else None
         return self._means[excluded]
 
@@ -178,7 +184,6 @@ class Sums:
         cusum = self.of(node).get(row)
         if cusum is None:
             return NodeEvidence(node, *row, upto, 0, 0, 0.0, 0.0, 0.0)
-        newest = [value for _, value in cusum.recent]
         return NodeEvidence(
             key=node,
             hypothesis=row[0],
@@ -188,7 +193,7 @@ class Sums:
             validators=len(cusum.without),
             log_e=cusum.log_e,
             log_all=max(0.0, cusum.log_all),
-            mean=sum(newest) / len(newest),
+            mean=sum(cusum.recent) / len(cusum.recent),
         )
 
 
