@@ -110,28 +110,28 @@ def void(submissions: Iterable[SubmissionState], validator: bytes) -> Iterator[S
 def take_back(submission: SubmissionState, owner: NodeState, trained: Collection[tuple[int, int]], index: int) -> bool:
     """Open a decided submission again if a rollout of it that is not trained was accepted on void verdicts alone.
 
-    Its owner's counts become what they were before it was decided, and it waits for a verdict.
+    Its owner's counts become what they were before it was decided, and it waits for a verdict. What is not opened again
+    rests on the verdicts that count from here on.
 
     Args:
         trained: (submission, rollout) of everything in a batch.
         index: of the entry that makes verdicts void.
     """
-    outcomes = submission.outcomes
+    outcomes, decided, kept = submission.outcomes, submission.verdict_index, submission.kept
+    if decided is None or owner.state == "suspended":
+        return False
     accepted = {i for i, outcome in enumerate(outcomes) if outcome.status == ACCEPTED}
     submission.kept = {i: outcome for i, outcome in enumerate(outcomes) if i not in accepted}
     weighed = decision.weigh(submission)
-    lost = {i for i in accepted if weighed[i].status != ACCEPTED}
-    if (
-        owner.state == "suspended"
-        or submission.verdict_index is None
-        or not any((submission.index, i) not in trained for i in lost)
-    ):
-        submission.kept = {}
+    free = {i for i in accepted if (submission.index, i) not in trained}
+    if all(weighed[i].status == ACCEPTED for i in free):  # somebody else accepted them too: their numbers are taken
+        submission.outcomes = tuple(weighed[i] if i in free else outcome for i, outcome in enumerate(outcomes))
+        submission.kept = kept
         return False
     statuses = [outcome.status for outcome in outcomes]
     owner.accepted -= len(accepted)
     owner.inconclusive -= statuses.count(UNDECIDED)
-    submission.taken_back.append(TakenBack(index, submission.verdict_index, outcomes))
+    submission.taken_back.append(TakenBack(index, decided, outcomes))
     submission.verdict_index = None
     submission.tie_time, submission.tie_over = None, False
     submission.outcomes = tuple(submission.kept.get(i, RolloutOutcome(PENDING)) for i in range(len(outcomes)))
