@@ -299,7 +299,7 @@ def test_a_learner_publishes_every_tensor_in_the_dtype_it_was_stored_in(tmp_path
 
 @pytest.mark.parametrize("change", ["missing", "bfloat16", "shape", "unknown"])
 def test_buffers_are_checked_like_parameters(tmp_path, change):
-    save_policy(moe_model("glm4", 6), tmp_path)
+    policy = load_policy(save_policy(moe_model("glm4", 6), tmp_path))
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     tensors = load_file(tmp_path / "model.safetensors")
     if change == "missing":
@@ -309,8 +309,10 @@ def test_buffers_are_checked_like_parameters(tmp_path, change):
     else:
         tensors[name] = tensors[name].bfloat16() if change == "bfloat16" else torch.zeros(17)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(PolicyError):
-        load_policy(tmp_path)
+    why = "does not hold this model's tensors" if change in ("missing", "unknown") else "another shape or dtype"
+    for load in (lambda: load_policy(tmp_path), lambda: policy.load_weights(tmp_path)):
+        with pytest.raises(PolicyError, match=why):
+            load()
 
 
 def test_configurations_as_published_are_understood(tmp_path):
