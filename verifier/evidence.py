@@ -77,7 +77,7 @@ class Cusum:
     without: dict[bytes, float] = field(default_factory=dict)
     """Validator -> ln M over the numbers of all the others."""
     recent: array[float] = field(default_factory=lambda: array("d"))
-    """The newest numbers, at most `clip` each; number n lies at n % `RECENT`. In an array: each node and row has one."""
+    """The newest numbers, at most `clip` each; number n lies at n % `RECENT`. An array: each node and row has one."""
     _whose: array[int] = field(default_factory=lambda: array("I"), repr=False)
     """Of each of them, its validator's place in `without`."""
     _means: dict[bytes | None, float | None] = field(default_factory=dict, repr=False, compare=False)
