@@ -385,7 +385,7 @@ def _bf16_table(rows: Mapping[str, Any]) -> list[str]:
     for name in sorted(rows, key=lambda name: (list(TITLES).index(name.partition(",")[0]), name)):
         row = rows[name]
         kind, _, rest = name.partition(",")
-        told = [row.get(f"{word}_rollouts_to_tell") for word in ("lazy", "again")]
+        told = [row.get(f"{word}_rollouts_to_tell", math.nan) for word in ("lazy", "again")]
         at_none = [row.get(f"{word}_at_no_false_positive") for word in ("lazy", "again")]
         lines.append(
             f"| {TITLES[kind]}{',' + rest if rest else ''} | {row['rollouts']} | {row['mantissa_mean']:.2f} | "
@@ -422,4 +422,7 @@ def _percent(one: Mapping[str, Any] | None, interval: bool = False) -> str:
 
 
 def _count(value: float | None) -> str:
-    return "never" if value is None else f"{value:.0f}"
+    """None is never, NaN was not measured."""
+    if value is None:
+        return "never"
+    return "-" if math.isnan(value) else f"{value:.0f}"
