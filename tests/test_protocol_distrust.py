@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import decision, distrust, draws
+from protocol import codec, decision, distrust, draws
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.evidence import VerdictEvidence
 from protocol.records import ACCEPT, INCONCLUSIVE, REJECT
@@ -183,3 +184,18 @@ def test_property_accusations_fold_alike_and_change_nothing_when_they_are_refuse
             for number in node.undecided:
                 held = state.submissions[number]
                 assert held.open_rounds or decision.next_round(held) or decision.tied(held)
+
+
+def test_the_vectors_of_the_specification_are_true() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "protocol.md").read_text()
+    for record in (
+        VerdictEvidence(41, 3, R, "proof-mismatch", 0.0, 0.0),
+        VerdictEvidence(41, 3, A, "verdict-wrong", 1.0, 0.0625),
+    ):
+        assert f"`{codec.encode(record).hex()}`" in text
+    secret, digest = bytes(range(32)), b"\x44" * 32
+    number = draws.keyed(secret, "check", digest, 17, 1, 3)[:8]
+    assert f"`{number.hex()}`" in text
+    drawn = [draws.wants_check(secret, digest, n, 1, 3) for n in range(20_000)]
+    assert draws.wants_check(secret, digest, 17, 1, 3) == (int.from_bytes(number, "big") < 0.02 * 2**64)
+    assert 300 < sum(drawn) < 500, "two in a hundred"
