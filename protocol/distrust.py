@@ -54,11 +54,13 @@ _REJECTIONS = frozenset(
 
 
 def to_check(
-    submission: SubmissionState, secret: bytes, outcomes: Sequence[RolloutOutcome] | None = None
+    submission: SubmissionState, samples: int, secret: bytes, outcomes: Sequence[RolloutOutcome] | None = None
 ) -> list[tuple[int, int]]:
-    """(ledger index of its verdict, position) of each accepted rollout that the coordinator is to check itself.
+    """(ledger index of its verdict, position) of each accepted rollout that the coordinator is to check itself: all
+    those of the groups that are drawn.
 
     Args:
+        samples: rollouts of a group, as the lease says.
         secret: of the submission's draw period.
         outcomes: an earlier decision's; those of now by default.
     """
@@ -69,7 +71,7 @@ def to_check(
         for position, outcome in enumerate(submission.outcomes if outcomes is None else outcomes)
         if outcome.status == ACCEPTED
         and outcome.verdict is not None
-        and draws.wants_check(secret, digest, number, rounds[outcome.verdict], position)
+        and draws.wants_check(secret, digest, number, rounds[outcome.verdict], position // samples)
     ]
 
 

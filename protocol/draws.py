@@ -25,7 +25,7 @@ SECOND_DRAW_IN_PROBATION = 4.0
 """A node in probation is checked by a second validator this many times as often as an active one."""
 
 SPOT_CHECKS = 0.02
-"""Share of the accepted rollouts that the coordinator checks itself. Of n false ones that a validator let through none
+"""Share of the accepted groups that the coordinator checks itself. Of n false ones that a validator let through none
 is drawn with chance (1 - 0.02)^n. More costs the trainer's machine as much per rollout as a validator's; less lets a
 lying validator go on for longer. Another number makes audits look for other checks than were made."""
 
@@ -100,11 +100,11 @@ def wants_second(
     return int.from_bytes(keyed(secret, "second", digest, number)[:8], "big") < share * 2.0**64
 
 
-def wants_check(secret: bytes, digest: bytes, number: int, round_number: int, rollout: int) -> bool:
-    """Whether the coordinator checks a rollout itself that the verdict of this round accepted.
+def wants_check(secret: bytes, digest: bytes, number: int, round_number: int, task: int) -> bool:
+    """Whether the coordinator checks the rollouts of a group itself that the verdict of this round accepted.
 
     Args:
-        rollout: position in the submission.
+        task: place of the group's task in the lease.
     """
-    drawn = int.from_bytes(keyed(secret, "check", digest, number, round_number, rollout)[:8], "big")
+    drawn = int.from_bytes(keyed(secret, "check", digest, number, round_number, task)[:8], "big")
     return drawn < SPOT_CHECKS * 2.0**64

@@ -22,13 +22,14 @@ from verifier.audit import Options, audit
 async def test_a_validator_that_accepts_everything_is_found_and_nothing_more_of_what_it_let_in_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Of n false rollouts that only it judged none is drawn with chance (1 - q)^n: at a half and 32, 2e-10."""
-    monkeypatch.setattr(draws, "SPOT_CHECKS", 0.5)
+    """Of n false groups that only it judged none is drawn with chance (1 - q)^n. Of 24 each is its own with chance 1/2,
+    so at q = 0.9 it is still there after them with chance 0.55^24, 6e-7."""
+    monkeypatch.setattr(draws, "SPOT_CHECKS", 0.9)
     run = await CheckedRun.make(tmp_path, liars={"validator-1"})
     liar = run.state.nodes[run.join("validator-1", "validator")]
     while liar.state != "suspended":
         await run.step(["ann", "bob"], ["mal"], how)
-        assert sum(run.false.values()) < 96, "half of them went to the liar"
+        assert sum(run.false.values()) <= 4 * 24, "half of them went to the liar"
     assert liar.reason == ReasonCode.VALIDATOR_WRONG and liar.key not in run.state.present
     assert "validator-1 is suspended" in run.news()
     trained = run.trained_of("mal")

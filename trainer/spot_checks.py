@@ -1,6 +1,6 @@
 """The coordinator's own check of a share of what validators accepted (DESIGN 3.9: the trainer audits them too).
 
-    a submission is decided -> 2% of its accepted rollouts are drawn -> queue -> first look -> agrees: checked
+    a submission is decided -> 2% of its accepted groups are drawn -> queue   -> first look -> agrees: checked
                                                                        in a process      -> does not: once more, the
        of its own (`spot_process`), lowest priority                                      whole upload, in a new process
                                                                     -> again: `evidence.verdict`, the validator is
@@ -91,7 +91,8 @@ class SpotChecks:
         """A submission was decided: draw what of it is checked."""
         if submission.verdict_index is None or submission.period is None:
             return
-        drawn = distrust.to_check(submission, self.secret(submission.period))
+        samples = self.book.state.leases[submission.lease_id].lease.samples
+        drawn = distrust.to_check(submission, samples, self.secret(submission.period))
         if not drawn:
             return
         self.waiting[submission.index] = drawn

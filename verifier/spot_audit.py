@@ -79,7 +79,7 @@ def count_checks(archive: RunArchive, state: RunState, report: Report) -> None:
         for submission in state.submissions.values()
         if submission.period is not None and (secret := state.periods[submission.period].secret) is not None
         for outcomes in (submission.outcomes, *(earlier.outcomes for earlier in submission.taken_back))
-        for one in distrust.to_check(submission, secret, outcomes)
+        for one in distrust.to_check(submission, state.leases[submission.lease_id].lease.samples, secret, outcomes)
     }
     report.checks_drawn = len(drawn)
     accused = {
