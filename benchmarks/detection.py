@@ -69,7 +69,7 @@ BF16_KINDS = (
     "best-of-4",
 )
 """Ways to be dishonest that are also sampled in bfloat16."""
-_CPU_SECONDS = {"fp32": 2.0, "bf16": 6.5, "judge": 1.3, "weights": 200.0, "tiny": 270.0}
+_CPU_SECONDS = {"fp32": 2.5, "bf16": 2.8, "judge": 1.0, "weights": 100.0, "tiny": 420.0}
 """Of one rollout of 128 tokens, of judging one, of the weights, of a million tokens: for the budget that is printed."""
 
 
