@@ -6,7 +6,7 @@ thresholds that runs of this model have. A quarter of them ask for the demo's sh
 
 Slices of leases are kept in the cache directory, so an interrupted measurement goes on where it stopped.
 
-Not covered: SmolLM2 (`detection_pool`), dishonest nodes (`benchmarks.evidence_pool`).
+Not covered: SmolLM2 (`detection_pool`), dishonest nodes (`benchmarks.data.evidence_pool`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.evidence --json [--days 100000] [--rollouts 500]
 
 Rows are those that a manifest gets by rule (`verifier.evidence_rows`) from the honest numbers of the pool, real ones of
-the tiny model (`benchmarks.evidence_pool`). A node-day is `--rollouts` rollouts, and the bar that of its length. Honest
-nodes, per row:
+the tiny model (`benchmarks.data.evidence_pool`). A node-day is `--rollouts` rollouts, and the bar that of its length.
+Honest nodes, per row:
 
     pool       whole leases drawn from the pool, so that rollouts of one lease stay as alike as they are
     at bound   gamma numbers whose mean is exactly the row's honest bound: the worst that theory allows
@@ -87,7 +87,7 @@ def read_pool(path: Path) -> dict[str, dict[str, Leases]]:
     try:
         kinds: dict[str, dict[str, Leases]] = json.loads(path.read_text())["kinds"]
     except (OSError, ValueError, KeyError) as exc:
-        raise CouldNotRunError(f"{path} is no pool ({exc!r}); make it: python -m benchmarks.evidence_pool") from exc
+        raise CouldNotRunError(f"{path} is no pool ({exc!r}): python -m benchmarks.data.evidence_pool") from exc
     rng = np.random.default_rng(0)
     errors = rng.normal(0.0, 0.1, (64, 32))
     kinds["judged"] = {"reward_claimed": (1.0 + np.clip(errors, -1, 1)).tolist()}

@@ -19,7 +19,7 @@ later; numbers that come in jumps want a small one, and a clip that keeps the fe
 fp32 leaves nothing to the other hypotheses: old weights are rejected by one chunk's proof, and below the token margin's
 bound of 1e-4 fewer than one token in 10,000 has a second choice.
 
-Not covered: measuring (`benchmarks.evidence_pool` for the tiny model), the sums (`evidence`).
+Not covered: measuring (`benchmarks.data.evidence_pool` for the tiny model), the sums (`evidence`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes the pool that `benchmarks.evidence` draws from: real numbers of real verdicts on the tiny model.
 
-    python -m benchmarks.evidence_pool [--leases 12]
+    python -m benchmarks.data.evidence_pool [--leases 12]
     -> benchmarks/data/evidence-pool.json, verifier/data/evidence-tiny.json
 
 The demo's tiny model answers leases of `word` with the node's own decoder, and the validators' own judge measures them,
@@ -56,9 +56,10 @@ from verifier.judge import judge
 from verifier.model import PolicyModel, completion_text, load_policy, prompt_ids
 from verifier.profiles import load_to_verify, profile_of
 
-TINY = Path(__file__).resolve().parent.parent / "trainer" / "data" / "tiny"
-POOL = Path(__file__).resolve().parent / "data" / "evidence-pool.json"
-NOISE = Path(__file__).resolve().parent.parent / "verifier" / "data" / "evidence-tiny.json"
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "trainer" / "data" / "tiny"
+POOL = Path(__file__).resolve().parent / "evidence-pool.json"
+NOISE = ROOT / "verifier" / "data" / "evidence-tiny.json"
 TASKS, SAMPLES = 4, 8
 BATCHES = (32, 8, 1)
 FREE_MARGIN = 0.3
@@ -80,7 +81,7 @@ def main() -> int:
     kinds = {
         f"{profile} {name}": values for profile in ("fp32", "bf16") for name, values in _kinds(profile, args.leases)
     }
-    command = f"python -m benchmarks.evidence_pool --leases {args.leases}"
+    command = f"python -m benchmarks.data.evidence_pool --leases {args.leases}"
     made = {"command": command, "machine": machine()}
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(made | {"kinds": kinds}) + "\n")
@@ -246,9 +247,9 @@ def _open_run(profile: str, environment: Environment, cap: int, stop: tuple[int,
     key = Identity.from_seed(bytes(32))
     loose = {field.name: _ANY for field in dataclasses.fields(Bf16Thresholds)}
     whole = ("chunk_exponents", "rollout_chunks", "measured_rollouts", "measured_tokens", "measured_exponents")
-    bf16 = Bf16Thresholds(**{**loose, **dict.fromkeys(whole, 1 << 20), "machine": "benchmarks.evidence_pool"})  # type: ignore[arg-type]
+    bf16 = Bf16Thresholds(**{**loose, **dict.fromkeys(whole, 1 << 20), "machine": "benchmarks.data.evidence_pool"})  # type: ignore[arg-type]
     manifest = RunManifest(
-        name="benchmarks.evidence_pool",
+        name="benchmarks.data.evidence_pool",
         created=1,
         root=key.public,
         coordinator=key.public,
@@ -260,7 +261,7 @@ def _open_run(profile: str, environment: Environment, cap: int, stop: tuple[int,
         model=ModelSpec("Qwen3ForCausalLM", "float32", bytes(32), 256, ()),
         environments=(environment.spec(),),
         sampling=SamplingSpec(1.0, cap, stop),
-        thresholds=Thresholds(_ANY, 128, _ANY, _ANY, _ANY, 0, 0, 0.0, 0, 0.0, 0.0, "benchmarks.evidence_pool"),
+        thresholds=Thresholds(_ANY, 128, _ANY, _ANY, _ANY, 0, 0, 0.0, 0, 0.0, 0.0, "benchmarks.data.evidence_pool"),
         leases=LeasePolicy(SAMPLES, TASKS, TASKS, 2, 4, 32, 60_000, 1000, 0.1),
         steps=1,
         versions=(0x0100, 0x0100),

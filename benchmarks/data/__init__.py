@@ -1,0 +1,1 @@
+"""Measured numbers that benchmarks draw from, and the programs that measure them."""
