@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -325,6 +326,62 @@ def test_every_flipped_byte_of_a_state_is_noticed(copy, state):
         state.write_bytes(kept[:at] + bytes([kept[at] ^ 1]) + kept[at + 1 :])
         report = audit(copy, Options(fraction=1.0, jobs=1, resume=True, state=state))
         assert report.rollouts_resumed == 0 and report.notes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[]]",
+        "[]",
+        "null",
+        '{"key": KEY, "seed": "zz", "derivations": []}',
+        '{"key": KEY, "seed": "", "derivations": [[]]}',
+        '{"key": KEY, "seed": "", "derivations": [{"submission": Infinity}]}',
+        '{"key": KEY, "seed": "", "derivations": [{"submission": 1, "decided_here": []}]}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_a_whole_state_of_another_shape_is_left_aside(copy, state, text):
+    options = Options(jobs=1, resume=True, state=state)
+    interrupted(copy, options)
+    key = json.loads(state.read_bytes().splitlines()[2])["key"]
+    raw = text.replace("KEY", json.dumps(key)).encode()
+    state.write_bytes(MAGIC + blake3(raw).hexdigest().encode() + b"\n" + raw)
+    report = audit(copy, options)
+    assert report.exit_code == 0 and report.rollouts_resumed == 0 and report.rollouts_checked == ROLLOUTS
+    assert "left aside" in report.notes[0]
+
+
+def test_a_kept_derivation_that_says_too_little_or_too_much_is_made_again(copy, state):
+    options = Options(jobs=1, resume=True, state=state)
+    for change in (
+        lambda one: one.update(known=one["known"][1:]),
+        lambda one: one.update(known=[*one["known"], 99]),
+        lambda one: one.update(known=[one["known"][0]] * len(one["known"])),
+        lambda one: one.update(wrong=[{"verdict": 10**9, "positions": [0], "message": "", "numbers": {}}]),
+    ):
+        interrupted(copy, options)
+        told = json.loads(state.read_bytes().splitlines()[2])
+        others = sum(len(one["known"]) for one in told["derivations"][1:])
+        change(told["derivations"][0])
+        raw = json.dumps(told).encode()
+        state.write_bytes(MAGIC + blake3(raw).hexdigest().encode() + b"\n" + raw)
+        report = audit(copy, options)
+        assert (report.exit_code, report.rollouts_checked, report.rollouts_resumed) == (0, ROLLOUTS, others)
+
+
+def test_what_was_derived_while_a_verdicts_details_were_away_is_not_kept(copy, state, monkeypatch):
+    options = Options(jobs=1, resume=True, state=state)
+    fact = next(iter(RunArchive.open(copy).facts.verdicts.values()))
+    path = copy / fact.file
+    raw = path.read_bytes()
+    path.unlink()
+    interrupted(copy, options, at=ROLLOUTS)
+    path.write_bytes(raw)
+    monkeypatch.setattr("verifier.derive.differs", lambda *args: "it differs")
+    report = audit(copy, options)
+    assert fact.record in {failure.record for failure in report.failures}, "it was compared at last"
 
 
 def test_what_was_derived_from_a_file_that_is_damaged_since_counts_no_more(copy, state):

@@ -31,6 +31,9 @@ from verifier.report import Derived, Failure
 
 WORDS = {ACCEPT: "accept", REJECT: "reject", INCONCLUSIVE: "inconclusive"}
 
+NOT_ONE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What reading JSON of another shape raises."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -79,7 +82,7 @@ class Derivation:
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> Derivation:
-        """The inverse. Raises ValueError, TypeError, KeyError for what is none."""
+        """The inverse. Raises what Python does for what is none: any of `NOT_ONE`."""
         known = tuple(int(one) for one in raw.get("known", ()))
         return Derivation(
             submission=int(raw["submission"]),
@@ -92,6 +95,15 @@ class Derivation:
             decided_here={str(who): int(count) for who, count in raw.get("decided_here", {}).items()},
             derived=tuple(Derived(**one) for one in raw.get("derived", ())),
             failed=str(raw.get("failed", "")),
+        )
+
+    def fits(self, fact: SubmissionFact, verdicts: Iterable[VerdictFact]) -> bool:
+        """Whether it says something about each rollout of this submission, once, and about nothing else."""
+        positions = sorted([*self.known, *(at for at, _ in self.undecided)])
+        about = {verdict.index for verdict in verdicts}
+        return positions == list(range(fact.rollouts)) and all(
+            wrong.verdict in about and wrong.positions and set(wrong.positions) <= set(self.known)
+            for wrong in self.wrong
         )
 
     def failures(self, fact: SubmissionFact, verdicts: Iterable[VerdictFact]) -> Iterator[Failure]:

@@ -23,7 +23,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from blake3 import blake3
 
 import environments
@@ -32,10 +31,13 @@ import shardcast
 import verifier
 from protocol.errors import UsageError
 from protocol.files import cache_directory, read_at_most, write_atomic
-from verifier.derive import Derivation
+from verifier.derive import NOT_ONE, Derivation
 
 MAGIC = b"headwater audit state 1\n"
 """First line. Another form of what follows needs another number, or old files are read as damaged ones."""
+
+_RESTS_ON = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
+"""Packages whose versions decide states, tokens or noise."""
 
 _MOST_BYTES = 1 << 30
 """About five million submissions; a larger file was not written by an audit."""
@@ -54,7 +56,7 @@ def software() -> str:
             sources.update(
                 path.relative_to(folder.parent).as_posix().encode() + b"\0" + blake3(path.read_bytes()).digest()
             )
-    return f"{sources.hexdigest()} torch {torch.__version__} transformers {version('transformers')}"
+    return " ".join([sources.hexdigest(), *(f"{name} {version(name)}" for name in _RESTS_ON)])
 
 
 def key_of(run: bytes, ledger: bytes, options: Iterable[str]) -> str:
@@ -78,6 +80,8 @@ class Kept:
     seed: str = ""
     found: dict[int, Derivation] = field(default_factory=dict)
     """By the submission's ledger index."""
+    partial: set[int] = field(default_factory=set)
+    """Those made while a file that they should be held against was missing or damaged: not kept, it may come back."""
     notes: list[str] = field(default_factory=list)
     """What the auditor should know about it."""
     clock: Callable[[], float] = time.monotonic
@@ -129,10 +133,12 @@ class Kept:
                 self.notes.append(f"{path} is the state of another audit ({why}) and was left aside")
                 return
             found = [Derivation.from_json(one) for one in told["derivations"]]
-            self.seed = str(told["seed"])
-        except (ValueError, TypeError, KeyError) as exc:
+            seed = str(told["seed"])
+            bytes.fromhex(seed)
+        except NOT_ONE as exc:
             self.notes.append(f"{path} can't be understood and was left aside: {exc}")
             return
+        self.seed = seed
         self.found = {one.submission: one for one in found}
 
     def add(self, one: Derivation) -> None:
@@ -155,7 +161,11 @@ class Kept:
             return
         started = self.clock()
         # What this machine could not decide, or read, it tries again.
-        lasting = [one.to_json() for one in self.found.values() if not one.failed and not one.undecided]
+        lasting = [
+            one.to_json()
+            for one in self.found.values()
+            if not one.failed and not one.undecided and one.submission not in self.partial
+        ]
         told = {"key": self.key, "seed": self.seed, "derivations": lasting}
         text = json.dumps(told).encode()
         write_atomic(self.path, MAGIC + blake3(text).hexdigest().encode() + b"\n" + text, 0o600)

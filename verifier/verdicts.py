@@ -159,8 +159,10 @@ class Verdicts:
         named = {policy: self._named(policy) for policy in {_policy(fact) for fact in todo}}
         found = {}
         for fact in todo:
-            files = {fact.file, *(verdict.file for verdict in self._verdicts[fact.index])}
-            if fact.index in kept.found and not files & self._damaged and not named[_policy(fact)]:
+            verdicts = self._verdicts[fact.index]
+            if self._damaged.intersection([fact.file, *(verdict.file for verdict in verdicts)]):
+                kept.partial.add(fact.index)
+            elif fact.index in kept.found and not named[_policy(fact)] and kept.found[fact.index].fits(fact, verdicts):
                 found[fact.index] = kept.found[fact.index]
         return found
 
