@@ -58,6 +58,8 @@ class InProcess:
         scratch.mkdir(parents=True, exist_ok=True)
         self._checker = Checker(self.run_dir, scratch)
 
+    async def start(self) -> None: ...
+
     async def ask(self, request: Request) -> Answer:
         self.asked.append(request)
         self.answers.append(self._checker.answer(Request.from_json(request.to_json())))

@@ -36,10 +36,12 @@ async def test_a_killed_or_broken_checking_process_fails_its_request_alone_and_a
     run, request = await asked(tmp_path, monkeypatch)
     process = process_of(run)
     try:
-        answer = await process.ask(request)
-        assert answer == Answer(decided=len(request.positions)), answer
+        await process.start()
         assert process._process is not None
         first = process._process.pid
+        answer = await process.ask(request)
+        assert answer == Answer(decided=len(request.positions)), answer
+        assert process._process.pid == first, "it was ready"
         stat = Path(f"/proc/{first}/stat").read_text().rsplit(")", 1)[1].split()
         assert int(stat[16]) == 19, "whatever else the machine has to do comes first"
         lost = await process.ask(replace(request, digest=bytes(32)))
@@ -61,6 +63,8 @@ async def test_a_process_that_never_starts_is_a_failed_check_and_no_more(
     run, request = await asked(tmp_path, monkeypatch)
     process = process_of(run)
     monkeypatch.setattr("sys.executable", "/bin/false")
+    await process.start()
+    assert process._process is None and process.restarts == 0
     for tries in (1, 2):
         process._pause_s = 0.0
         assert (await process.ask(request)).failed and process.restarts == tries

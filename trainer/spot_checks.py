@@ -51,6 +51,8 @@ IDLE_S = 5.0
 class Asked(Protocol):
     """Who makes the checks: `spot_process.CheckProcess`, or something in its place."""
 
+    async def start(self) -> None: ...
+
     async def ask(self, request: Request) -> Answer: ...
 
     async def fresh(self) -> None: ...
@@ -105,8 +107,12 @@ class SpotChecks:
 
     async def run_forever(self) -> None:
         """Check what is drawn, one submission after another."""
+        started = False
         try:
             while True:
+                if not started and self.book.state.present:
+                    started = True
+                    await self.process.start()
                 if not await self.turn():
                     self._came.clear()
                     try:

@@ -1,4 +1,4 @@
-"""Keeps the checking process (`spot_worker`): starts it when first asked, kills it when it is late, starts another.
+"""Keeps the checking process (`spot_worker`): starts it, kills it when it is late, starts another.
 
 One request at a time. Whatever goes wrong with a request ends the process and fails that request alone; the next one
 gets a new process, after a pause that grows while they fail.
@@ -42,6 +42,14 @@ class CheckProcess:
     _process: asyncio.subprocess.Process | None = None
     _pause_s: float = 0.0
     _random: random.Random = field(default_factory=random.Random)
+
+    async def start(self) -> None:
+        """Have it ready before anything is asked: its imports cost as much as a thousand checks, and fall into the time
+        in which a run still prepares. When it fails, the first request tries again."""
+        try:
+            await self._running()
+        except (TimeoutError, OSError, EOFError):
+            await self.close()
 
     async def ask(self, request: Request) -> Answer:
         """The answer; a failed one when there is none."""
@@ -90,6 +98,8 @@ class CheckProcess:
                 limit=_LINE_BYTES,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # from its first import on
         await self._line(self._process, START_S)
         return self._process
 
