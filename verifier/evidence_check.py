@@ -3,8 +3,8 @@
 Fails as `verdict-wrong` where the numbers do not follow, and where the evidence may not condemn: below its bar without
 one of the validators, or while most other nodes are no better.
 
-Not covered: the sums themselves (`evidence`), dropped results (`audit`), whether the details are true (the verdicts are
-derived again).
+Not covered: the sums themselves (`evidence`), dropped results (`audit`), whether the numbers in the details are true:
+only rewards and log-probabilities are held against what the audit derives.
 """
 
 from __future__ import annotations
