@@ -19,7 +19,8 @@ from pathlib import Path
 from trainer.spot_request import Answer, Request
 
 START_S = 150.0
-"""Importing torch with the lowest priority, on a machine that starts a whole run, may take minutes."""
+"""Importing torch on a machine that starts a whole run may take minutes. It is not done with the lowest priority: then
+it would fall into the time in which the run learns, and cost as much as it."""
 
 ANSWER_S = 300.0
 """What one request may take: the largest submission, read twice, on one thread nobody else wants. A request that takes
@@ -98,8 +99,6 @@ class CheckProcess:
                 limit=_LINE_BYTES,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # from its first import on
         await self._line(self._process, START_S)
         return self._process
 
