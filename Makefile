@@ -53,7 +53,7 @@ bench: install
 
 # Peers we measure against live in environments of their own: their import names clash with ours.
 # The toploc package has no wheel that imports with today's torch: it is compiled from its sdist, minutes of g++.
-bench-peers: .peers/toploc/.installed
+bench-peers: .peers/toploc/.installed .peers/zipnn/.installed
 
 .peers/toploc/.installed:
 	$(PYTHON) -m venv .peers/toploc
@@ -61,6 +61,14 @@ bench-peers: .peers/toploc/.installed
 	.peers/toploc/bin/pip install $(QUIET) --disable-pip-version-check 'numpy>=2,<3' setuptools wheel ninja
 	.peers/toploc/bin/pip install $(QUIET) --disable-pip-version-check --no-build-isolation --no-binary toploc toploc==0.1.6
 	.peers/toploc/bin/python -c 'import toploc'
+	@touch $@
+
+.peers/zipnn/.installed:
+	$(PYTHON) -m venv .peers/zipnn
+	.peers/zipnn/bin/pip install $(QUIET) --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	.peers/zipnn/bin/pip install $(QUIET) --disable-pip-version-check 'numpy>=2,<3' safetensors zstandard
+	.peers/zipnn/bin/pip install $(QUIET) --disable-pip-version-check --no-deps zipnn==0.5.4
+	.peers/zipnn/bin/python -c 'import zipnn'
 	@touch $@
 
 # Longer lines of acceptance than CI has time for; their dated results are in docs/results/.

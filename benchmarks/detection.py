@@ -69,7 +69,7 @@ BF16_KINDS = (
     "best-of-4",
 )
 """Ways to be dishonest that are also sampled in bfloat16."""
-_CPU_SECONDS = {"fp32": 2.5, "bf16": 2.8, "judge": 1.0, "weights": 100.0, "tiny": 420.0}
+_CPU_SECONDS = {"fp32": 2.5, "bf16": 2.8, "judge": 1.0, "weights": 100.0, "tiny": 420.0, "tiny-bf16": 630.0}
 """Of one rollout of 128 tokens, of judging one, of the weights, of a million tokens: for the budget that is printed."""
 
 
@@ -135,7 +135,7 @@ class Plan:
             if part == "stale" and not self._has_weights():
                 seconds += _CPU_SECONDS["weights"]
             if part.startswith("tiny"):
-                seconds += _CPU_SECONDS["tiny"] * self.tiny_tokens / 1e6
+                seconds += _CPU_SECONDS[part] * self.tiny_tokens / 1e6
         return seconds / 100 if self.quick else seconds
 
     def make(self, part: str) -> None:

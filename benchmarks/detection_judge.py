@@ -33,7 +33,7 @@ from verifier.logprobs import token_logprobs
 from verifier.model import PolicyModel, load_policy
 from verifier.thresholds import PROOF_GATE
 
-FORMAT = 1
+FORMAT = 2
 """Part of the file names. A change in what is measured needs another number."""
 BEST = 16
 """Best tokens of each position whose distance from the best is kept: what a steering node chooses among."""

@@ -5,6 +5,9 @@ can be asked alone (`tests/test_benchmarks_detection.py` holds them against `jud
 
     published   "TOPLOC" (Ong et al., 2025), a chunk of 128 bf16 points: more than 38 other exponents, mantissas further
                 off than 10 on average, or than 8 in the middle
+    first study an earlier look at the same model in bf16 (16 rollouts a kind, 68 honest ones), whose bounds were chosen
+                to reject none of its own: a chunk with more than 12 exponents or a mean above 3, a rollout's mean above
+                2.15; margins above 0.009 on average, or two above 0.3; for a ban: 16, 5, 3.0; two margins above 0.5
     interval    Wilson's, 95%; of a rate over tokens, which hang together within a rollout, from the spread of rollouts
     tokens to detect at 99%    fp32, where one token rejects: log 0.01 / log(1 - rate of such tokens)
     rollouts to tell apart     bf16, where sums over a node's rollouts decide: a one-sided test of the mean, wrong about
@@ -31,6 +34,8 @@ from protocol.manifest import Bf16Thresholds, Thresholds
 Bools = npt.NDArray[np.bool_]
 
 PUBLISHED_EXPONENTS, PUBLISHED_MEAN, PUBLISHED_MIDDLE = 38, 10.0, 8.0
+STUDY_PROOFS, STUDY_BAN_PROOFS = (12, 3.0, 2.15), (16, 5.0, 3.0)
+STUDY_MARGIN_MEAN, STUDY_MARGIN, STUDY_BAN_MARGIN, STUDY_MARGINS = 0.009, 0.3, 0.5, 2
 _Z95, _Z999, _Z99 = 1.959964, 3.090232, 2.326348
 
 
@@ -54,6 +59,7 @@ def fp32_logprobs(seen: Seen, limits: Thresholds) -> Bools:
 
 def bf16_proofs(proofs: Proofs, limits: Bf16Thresholds) -> Bools:
     """Rollouts [R] that their proofs reject."""
+    # every chunk is whole: rollouts here have a multiple of 32 tokens
     chunks_RC = (proofs.exponents > limits.chunk_exponents) | ~(proofs.mean <= limits.chunk_mantissa)
     whole = proofs.mean.shape[1] >= limits.rollout_chunks
     return chunks_RC.any(axis=1) | (whole & ~(proofs.mean.mean(axis=1) <= limits.rollout_mantissa))
@@ -81,6 +87,33 @@ def published_chunks(proofs: Proofs) -> Bools:
         | ~(proofs.mean <= PUBLISHED_MEAN)
         | ~(proofs.middle <= PUBLISHED_MIDDLE)
     )
+
+
+def study_proofs(proofs: Proofs, bounds: tuple[int, float, float] = STUDY_PROOFS) -> Bools:
+    """Rollouts [R] that the first study's bounds on proofs reject."""
+    exponents, chunk, rollout = bounds
+    chunks_RC: Bools = (proofs.exponents > exponents) | ~(proofs.mean <= chunk)
+    return chunks_RC.any(axis=1) | ~(proofs.mean.mean(axis=1) <= rollout)
+
+
+def study_tokens(seen: Seen) -> Bools:
+    """Rollouts [R] that the first study's bounds on margins reject.
+
+    It clipped each margin before it took the mean and does not say where; here none is, which rejects no less.
+    """
+    mean_R: Bools = margin_sums(seen) > STUDY_MARGIN_MEAN * seen.margins_RN.shape[1]
+    return mean_R | _two_above(seen, STUDY_MARGIN)
+
+
+def study_bans(seen: Seen, own: bool) -> Bools:
+    """Rollouts [R] for which the first study would ban. own: with proofs of the node's own states."""
+    tokens_R = _two_above(seen, STUDY_BAN_MARGIN)
+    return tokens_R | study_proofs(seen.own, STUDY_BAN_PROOFS) if own else tokens_R
+
+
+def _two_above(seen: Seen, margin: float) -> Bools:
+    two_R: Bools = (seen.margins_RN > margin).sum(axis=1) >= STUDY_MARGINS
+    return two_R
 
 
 def margin_sums(seen: Seen) -> npt.NDArray[np.float64]:

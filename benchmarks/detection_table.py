@@ -49,12 +49,14 @@ AGAIN_WHOLE = ("int4", "drop-layer", "greedy", "t0.7", "wrong-seed", "best-of-4"
 AGAIN_TOKENS = ("int8", "fp8", "bf16-compute", "fp8-kv", "prompt")
 """Issue 4: within so many tokens at 99%."""
 TOKENS_GOAL = 300
-BEFORE = {
-    "lazy": {"int8": 0.88, "fp8": 1.0, "int4": 1.0, "fp8-kv": 1.0, "drop-layer": 1.0, "prompt": 1.0},
-    "again": {"wrong-seed": 1.0, "drop-layer": 1.0, "int4": 1.0, "t0.7": 1.0, "greedy": 1.0, "fp8": 0.75, "t0.9": 0.75,
-              "fp8-kv": 0.44, "prompt": 0.25, "int8": 0.0},
+STUDY = {
+    "lazy": {"int8": (0.88, 0.88), "fp8": (1.0, 1.0), "int4": (1.0, 1.0), "fp8-kv": (1.0, 1.0),
+             "drop-layer": (1.0, 1.0), "prompt": (1.0, 1.0)},
+    "again": {"int8": (0.0, 0.0), "fp8": (0.75, 0.81), "int4": (1.0, 1.0), "fp8-kv": (0.44, 0.62),
+              "drop-layer": (1.0, 1.0), "prompt": (0.25, 0.44), "greedy": (1.0, 1.0), "t0.7": (1.0, 1.0),
+              "t0.9": (0.75, 0.81), "wrong-seed": (1.0, 1.0)},
 }  # fmt: skip
-"""What a first study of the same model saw of a 128-token rollout in bf16, at no false positive of its own 68."""
+"""What the first study reports of a 128-token rollout in bf16, at no false positive of its own 68: from, to."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def honest_row(variants: Mapping[str, Seen], limits: Limits, profile: str) -> di
         "chunks": sum(one.own.median.size for one in every),
         "rejected": rejected,
         "false_positives_at_most": 3 / rollouts if rejected == 0 else None,
+        "study_rejects": sum(int((rules.study_proofs(one.own) | rules.study_tokens(one)).sum()) for one in every),
+        "study_bans": sum(int(rules.study_bans(one, True).sum()) for one in every),
         "published_rejects": sum(int(rules.published_chunks(one.own).any(axis=1).sum()) for one in every),
         "margin_max": _largest(every, lambda one: one.margins_RN),
         "logprob_max": _largest(every, lambda one: np.abs(one.logprobs_RN)),
@@ -151,6 +155,10 @@ def bf16_row(seen: Seen, honest: Mapping[str, Seen], limits: Limits) -> dict[str
         "rollouts": seen.rollouts,
         "lazy_rollouts": rate(rejects(seen, limits, "bf16", "own")).as_json(),
         "again_rollouts": rate(rejects(seen, limits, "bf16", "again")).as_json(),
+        "study_lazy_rollouts": rate(rules.study_proofs(seen.own) | rules.study_tokens(seen)).as_json(),
+        "study_again_rollouts": rate(rules.study_tokens(seen)).as_json(),
+        "study_bans_lazy": rate(rules.study_bans(seen, True)).as_json(),
+        "study_bans_again": rate(rules.study_bans(seen, False)).as_json(),
         "mantissa_mean": float(seen.own.mean.mean()),
         "margin_sum_mean": float(rules.margin_sums(seen).mean()),
         "tokens_not_first": int((seen.margins_RN > 0).sum()),
@@ -289,15 +297,17 @@ def goals(rows: Mapping[str, Any], tiny_tokens: int, honest_rollouts: int) -> tu
         tokens = fp32[kind]["again_tokens"]["tokens"]
         text = f"fp32, proved again: tokens until {TITLES[kind]} is seen at 99%, at most"
         made.append(_at_most(text, TOKENS_GOAL, math.inf if tokens is None else tokens))
-    for word, before in BEFORE.items():
-        for kind, share in before.items():
+    for word, reported in STUDY.items():
+        for kind, (share, _) in reported.items():
             row = rows["bf16"].get(kind)
             if row is None or f"{word}_at_no_false_positive" not in row:
                 missing.append(f"bf16, {word}: {TITLES[kind]}, computed in bf16")
                 continue
-            one = row[f"{word}_at_no_false_positive"]
+            one, theirs = row[f"{word}_at_no_false_positive"], row[f"study_{word}_rollouts"]
             text = f"bf16, {word}, at no false positive of the honest pool: share of rollouts of {TITLES[kind]}"
             made.append(at_least(text, share, one["hits"] / one["of"], one["interval"]))
+            text = f"bf16, {word}: rollouts of {TITLES[kind]}, as many as the first study's bounds reject of them"
+            made.append(at_least(text, theirs["hits"], one["hits"], []))
     return made, missing
 
 
@@ -323,6 +333,7 @@ def _at_most(goal: str, target: float, measured: float) -> Goal:
 def markdown(rows: Mapping[str, Any]) -> str:
     """The tables of docs/detection.md."""
     lines = [*_honest_table(rows), "", *_fp32_table(rows["fp32"]), "", *_bf16_table(rows["bf16"])]
+    lines += ["", *_study_table(rows["bf16"])]
     if "steer" in rows:
         lines += ["", *_steer_table(rows["steer"])]
     return "\n".join(lines) + "\n"
@@ -395,6 +406,24 @@ def _bf16_table(rows: Mapping[str, Any]) -> list[str]:
             f"{_count(told[0])} | {_percent(row['again_rollouts'], True)} | {_percent(at_none[1])} | "
             f"{_count(told[1])} | {_percent(row['published_lazy_rollouts'])} |"
         )
+    return lines
+
+
+def _study_table(rows: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "| computed in bf16 | lazy: ours at no false positive | bounds of the first study | as it reported | "
+        "proved again: ours at no false positive | bounds of the first study | as it reported |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for kind in (kind for kind in TITLES if kind in rows):
+        cells = []
+        for word in ("lazy", "again"):
+            hidden = word == "lazy" and kind in OWN_MODEL
+            for name in (f"{word}_at_no_false_positive", f"study_{word}_rollouts"):
+                cells.append("-" if hidden else _percent(rows[kind].get(name)))
+            low, high = STUDY[word].get(kind, (math.nan, math.nan))
+            cells.append("-" if math.isnan(low) else f"{low:.0%}" if low == high else f"{100 * low:.0f}-{high:.0%}")
+        lines.append(f"| {TITLES[kind]} | {' | '.join(cells)} |")
     return lines
 
 

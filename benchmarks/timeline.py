@@ -43,6 +43,7 @@ ROLES = {
     "host": "libp2p hosts",
     "origin": "origin",
     "relay": "relays",
+    "check": "the trainer's checks of validators",
     "demo": "the demo's own view",
     "other": "other",
 }
@@ -166,6 +167,8 @@ def _role(words: list[str]) -> str:
         return "engine"
     if "hostd" in line:
         return "host"
+    if "spot_worker" in line:
+        return "check"
     if "--role" in words:
         return words[words.index("--role") + 1]
     for word, role in (("serve", "coordinator"), ("learn", "learner"), ("publish", "origin")):

@@ -17,7 +17,7 @@ from node.home import DEFAULT
 from protocol.commands import fail
 from protocol.errors import HeadwaterError, UsageError
 
-COMMANDS = ("join", "id", "status", "receipts", "doctor")
+COMMANDS = ("join", "id", "status", "receipts", "doctor", "plant")
 ROLES = ("inference", "relay", "validator")
 
 _EPILOG = """examples:
@@ -103,6 +103,22 @@ def build_parser() -> argparse.ArgumentParser:
     _home(doctor)
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(command=_doctor)
+
+    plant = commands.add_parser(
+        "plant",
+        help="work as the phantoms of a run you serve: jobs with a known answer, which check its validators",
+        epilog="example: node plant RUN/run.toml",
+    )
+    plant.add_argument("config", type=Path, metavar="RUN", help="run directory, or its run.toml")
+    plant.add_argument("--home", type=Path, metavar="DIR", help="the phantoms' homes (default: in the run's state)")
+    plant.add_argument("--engine-socket", type=Path, metavar="PATH", help="use the engine that listens here instead")
+    plant.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of the model (default 1)")
+    plant.add_argument(
+        "--pause", type=float, default=90.0, metavar="S", help="longest wait until the next one joins (default 90)"
+    )
+    plant.add_argument("--log", type=Path, metavar="FILE", help="write events there instead of stderr")
+    plant.add_argument("--json", action="store_true", help="events as JSON lines on stdout, for programs")
+    plant.set_defaults(command=_plant)
     return parser
 
 
@@ -155,6 +171,22 @@ def _doctor(args: argparse.Namespace) -> int:
     from node.doctor import examine
 
     return examine(args.home, as_json=args.json)
+
+
+def _plant(args: argparse.Namespace) -> int:
+    from node.plant import PlantOptions, run_plant
+
+    return run_plant(
+        PlantOptions(
+            config=args.config,
+            home=args.home,
+            engine_socket=args.engine_socket,
+            threads=args.threads,
+            pause_s=args.pause,
+            log=args.log,
+            as_json=args.json,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +49,9 @@ WEIGHTS_PATIENCE_S = 30.0
 
 FETCH_DEADLINE_S = 300.0
 DRAIN_S = 5.0
+
+Alter = Callable[["Work", list[GenerateOutput], tokenizers.Tokenizer], list[GenerateOutput]]
+"""What `node plant` makes of the honest answers to a lease."""
 
 GIVE_BACK_S = 0.7
 """When the owner stops this node, the coordinator gets this long to take the lease back."""
@@ -92,14 +96,17 @@ class InferenceNode(Worker[Work]):
         environments: dict[bytes, Environment],
         pacing: Pacing,
         log: EventLog,
+        alter: Alter | None = None,
     ) -> None:
         """
         Args:
             pacing: told of every lease; the puller asks it when to look for the next policy.
+            alter: None for a node that answers as it should.
         """
         super().__init__(member, log)
         self._pacing = pacing
         self._engine = engine
+        self._alter = alter
         self._puller = puller
         self._uploader = uploader
         self._environments = environments
@@ -260,6 +267,8 @@ class InferenceNode(Worker[Work]):
             self._pacing.loaded(time.monotonic())
             self._member.activity = f"generating {assignment.rollouts} rollouts"
             outputs = await self._generate(assignment, policy)
+            if self._alter is not None:
+                outputs = self._alter(assignment, outputs, self._tokenizer_of(policy))
             submission = self._score(assignment, outputs)
             blob = compress(submission)
             if len(blob) > lease.max_bytes:

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -133,7 +133,7 @@ async def _until_stopped(options: JoinOptions, target: Target, home: Home, log: 
 
 async def _take_part(options: JoinOptions, target: Target, home: Home, log: EventLog) -> None:
     """Join and work. Raises LeavingError when it is over."""
-    async with contextlib.AsyncExitStack() as stack:
+    async with to_the_end(contextlib.AsyncExitStack()) as stack:
         identity = home.identity()
         log.bind(node=identity.public)
         if target.run is not None:
@@ -191,6 +191,20 @@ async def _take_part(options: JoinOptions, target: Target, home: Home, log: Even
         except HeadwaterError as exc:
             member.show(ended=f"could not go on: {exc}")
             raise
+
+
+@contextlib.asynccontextmanager
+async def to_the_end(stack: contextlib.AsyncExitStack) -> AsyncIterator[contextlib.AsyncExitStack]:
+    """Close all of it, also when the signal to stop comes while a run that is over is being left: what is cut short
+    there leaves processes and folders behind. `STOP_DEADLINE_S` bounds it."""
+    try:
+        yield stack
+    finally:
+        closing = asyncio.ensure_future(stack.aclose())
+        while not closing.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(closing)
+        closing.result()
 
 
 @dataclass
@@ -286,6 +300,7 @@ async def _inference(place: _Place) -> None:
         environments=environments,
         pacing=pacing,
         log=place.log,
+        alter=options.alter,
     )
     place.stack.push_async_callback(node.close)
     place.summary = node.summary

@@ -17,8 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import UsageError
+
+if TYPE_CHECKING:
+    from node.inference import Alter
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -48,6 +52,8 @@ class JoinOptions:
     yes: bool = False
     log: Path | None = None
     as_json: bool = False
+    alter: Alter | None = None
+    """What a phantom makes of its answers (`plant`); it can't be typed."""
     wall: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
 

@@ -13,7 +13,6 @@ import asyncio
 import time
 from pathlib import Path
 
-from node.backoff import Backoff
 from node.log import EventLog
 from node.member import Member
 from protocol.limits import MIB
@@ -40,7 +39,14 @@ async def follow_weights(puller: Puller, member: Member, store: Path, log: Event
         UsageError: too little memory or disk for this run's model.
         ForkError, StoreError, OSError: what stopped the puller.
     """
-    await check_room(puller, member.run.manifest.model, store)
+
+    def check(size: int) -> None:
+        check_room(size, member.run.manifest.model, store)
+
+    try:
+        check(await puller.policy_bytes())
+    except SourceError:
+        puller.room_for = check  # nothing is published yet: asking until it is would be late by half a pause
     progress = asyncio.create_task(show_first_download(puller, log))
     try:
         await puller.run_forever()
@@ -49,19 +55,12 @@ async def follow_weights(puller: Puller, member: Member, store: Path, log: Event
         await asyncio.gather(progress, return_exceptions=True)
 
 
-async def check_room(puller: Puller, model: ModelSpec, store: Path) -> None:
-    """Wait until a source tells how large a policy is, then see whether it fits here.
+def check_room(size: int, model: ModelSpec, store: Path) -> None:
+    """Whether a policy of `size` bytes fits here, beside those that `store` has.
 
     Raises:
         UsageError: it doesn't; says what is missing. OSError: the disk can't be asked.
     """
-    backoff = Backoff()
-    while True:
-        try:
-            size = await puller.policy_bytes()
-            break
-        except SourceError:  # the same sources are asked for the weights, and who waits is told of them there
-            await backoff.wait()
     held = sum(1 for _ in (store / "policies").glob("e*-s*"))
     require(
         "this run's model",

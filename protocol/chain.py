@@ -38,7 +38,7 @@ from protocol.manifest import (
     check_routes,
     open_manifest,
 )
-from protocol.records import NO_HASH, U16, U64, Hash, Key, Line, Lines
+from protocol.records import NO_HASH, U16, U64, Bool, Hash, Key, Line, Lines
 
 UPDATE_KIND = "manifest.update"
 DELEGATION_KIND = "delegation"
@@ -105,6 +105,8 @@ class RunUpdate:
     """All rows from here on."""
     routes: Annotated[RouteThresholds | None, Maybe(Sub(RouteThresholds))] = None
     bf16: Annotated[Bf16Thresholds | None, Maybe(Sub(Bf16Thresholds))] = None
+    no_evidence: Bool = False
+    """No rows from here on: what they condemned nodes for was no misdeed, or nobody measures it any more."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,9 @@ class Chain:
                 raise ManifestError(f"update {number} names a new {role} key without the root's delegation for it")
         more = {name: value for name, value in _rules(update, before).items() if value}
         manifest = replace(before, **changed, **more)
+        if update.no_evidence:
+            manifest = replace(manifest, evidence=())
+        check_evidence(manifest)
         revocations = (*self.revocations, *update.revocations)
         gone = {item.key for item in revocations}
         for role in ONLINE_ROLES:
@@ -285,7 +290,8 @@ def _rules(update: RunUpdate, before: RunManifest) -> dict[str, Any]:
         raise ManifestError("a lease policy that leases nothing")
     if update.bf16 is not None and before.profile != "bf16":
         raise ManifestError("bf16 thresholds for a run of another profile, which would decide nothing")
-    check_evidence(update.evidence)
+    if update.no_evidence and update.evidence:
+        raise ManifestError("an update that withdraws all rows of evidence and brings some", ReasonCode.EVIDENCE_BOUNDS)
     if update.routes is not None:
         check_routes(before.model, update.routes)
     return {

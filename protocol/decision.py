@@ -138,13 +138,15 @@ def _open(submission: SubmissionState) -> Iterator[tuple[RolloutOutcome, set[int
 def outvoted(submission: SubmissionState) -> dict[bytes, int]:
     """Validator -> rollouts of a decided submission of which two others found the opposite of what it said."""
     wrong: Counter[bytes] = Counter()
+    decided = submission.verdict_index or 0
+    heard = [state for state in standing(submission) if state.index <= decided]
     opposite = {ACCEPTED: REJECT, REJECTED: ACCEPT}
     for position, outcome in enumerate(submission.outcomes):
         if outcome.status in opposite:
             wrong.update(
                 {
                     state.validator
-                    for state in standing(submission)
+                    for state in heard
                     if state.verdict.outcomes[position].outcome == opposite[outcome.status]
                 }
             )
@@ -184,13 +186,17 @@ def decide(submission: SubmissionState) -> tuple[RolloutOutcome, ...] | None:
     waits = submission.open_rounds or _next_round(submission, outcomes) is not None
     if REJECTED not in statuses and waits and not lapsed:
         return None
-    return settled(outcomes)
+    return settled(outcomes, submission.spent)
 
 
-def settled(outcomes: Iterable[RolloutOutcome]) -> tuple[RolloutOutcome, ...]:
-    """What is open stays so for good: inconclusive."""
+def settled(outcomes: Iterable[RolloutOutcome], spent: Collection[int] = ()) -> tuple[RolloutOutcome, ...]:
+    """What is open stays so for good: inconclusive. So does what others have sampled again by now (`spent`), even if
+    it holds: the same samples would be there twice."""
     return tuple(
-        RolloutOutcome(UNDECIDED, outcome.reason) if outcome.status == PENDING else outcome for outcome in outcomes
+        RolloutOutcome(UNDECIDED, outcome.reason)
+        if outcome.status == PENDING or (i in spent and outcome.status == ACCEPTED)
+        else outcome
+        for i, outcome in enumerate(outcomes)
     )
 
 

@@ -9,8 +9,10 @@ period is known, what was accepted so becomes inconclusive, and its tasks are le
     open                                    goes on without the void verdicts
     accepted, not trained, may still be     taken back, and judged again
     accepted and trained                    stays in its batch; `unverified` counts it from here on
-    rejected, inconclusive                  stays: rejections take two validators, and what is inconclusive may have
-                                            been leased again by now
+    rejected, its owner suspended           unless two others reject it too, the owner is heard again (`standing`), and
+                                            the submission is judged again for that: others sampled it by now
+    inconclusive                            stays: it may have been leased again by now
+    suspensions by sums over verdicts       end; the coordinator makes the sums again without the void ones
 
 Not covered: whether the accusation is true (the audit makes the check again: `verifier.spot_audit`), what ends trust in
 the validator itself (`state`).
@@ -20,15 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from protocol import decision, draws
+from protocol import decision, draws, standing
 from protocol.errors import LedgerError, ReasonCode
 from protocol.evidence import VerdictEvidence
 from protocol.manifest import RunManifest
 from protocol.records import ACCEPT, REJECT
 from protocol.state_types import (
     ACCEPTED,
+    DISCARDED,
     PENDING,
-    UNDECIDED,
     NodeState,
     PeriodState,
     RolloutOutcome,
@@ -79,7 +81,7 @@ def accused(said: VerdictEvidence, submissions: Iterable[SubmissionState]) -> by
     """The key of the validator whose verdict is said to be wrong.
 
     Raises:
-        LedgerError: no such verdict, it did not accept this rollout, or what is said would not contradict it.
+        LedgerError: no such verdict, or what is said would not contradict it.
     """
     found = next(
         (state for one in submissions for state in one.verdicts.values() if state.index == said.verdict),
@@ -87,12 +89,36 @@ def accused(said: VerdictEvidence, submissions: Iterable[SubmissionState]) -> by
     )
     if found is None or said.rollout >= len(found.verdict.outcomes):
         raise LedgerError(f"there is no verdict {said.verdict} on a rollout {said.rollout}")
-    if found.verdict.outcomes[said.rollout].outcome != ACCEPT:
-        raise LedgerError("the verdict did not accept this rollout")
-    rejected = said.outcome == REJECT and said.reason in _REJECTIONS
-    if not rejected and not (said.outcome == ACCEPT and said.reason == ReasonCode.VERDICT_WRONG):
-        raise LedgerError("what it says does not contradict an acceptance")
+    given = found.verdict.outcomes[said.rollout].outcome
+    if given == ACCEPT:
+        rejected = said.outcome == REJECT and said.reason in _REJECTIONS
+        contradicts = rejected or (said.outcome == ACCEPT and said.reason == ReasonCode.VERDICT_WRONG)
+    else:
+        contradicts = given == REJECT and said.outcome == ACCEPT and said.reason == ReasonCode.HOLDS
+    if not contradicts:
+        raise LedgerError("what it says does not contradict what the verdict says of this rollout")
     return found.validator
+
+
+def rejections_to_check(submission: SubmissionState, samples: int, secret: bytes) -> list[tuple[int, int]]:
+    """The same of the rollouts that its verdicts reject, whatever became of them: the same draw, of the same groups."""
+    digest, number = submission.intent.digest, submission.number
+    return [
+        (state.index, position)
+        for round_number, state in submission.verdicts.items()
+        for position, outcome in enumerate(state.verdict.outcomes)
+        if outcome.outcome == REJECT and draws.wants_check(secret, digest, number, round_number, position // samples)
+    ]
+
+
+def all_said(submission: SubmissionState) -> list[tuple[int, int]]:
+    """The same of everything that its verdicts say, decided or not: a phantom's work is checked whole (`phantoms`)."""
+    return [
+        (state.index, position)
+        for state in submission.verdicts.values()
+        for position, outcome in enumerate(state.verdict.outcomes)
+        if outcome.outcome in (ACCEPT, REJECT)
+    ]
 
 
 def may_train(step: int, batches: int, manifest: RunManifest) -> bool:
@@ -100,16 +126,44 @@ def may_train(step: int, batches: int, manifest: RunManifest) -> bool:
     return batches < manifest.steps and step >= batches - manifest.leases.max_staleness
 
 
-def void(submissions: Iterable[SubmissionState], validator: bytes) -> Iterator[SubmissionState]:
-    """Make every verdict of a validator void; yields the submissions that held one."""
+def first_verdict(submissions: Iterable[SubmissionState], validator: bytes) -> int:
+    """Ledger index of the first verdict of a validator that gave some."""
+    return min(state.index for one in submissions for state in one.verdicts.values() if state.validator == validator)
+
+
+def void(
+    submissions: Iterable[SubmissionState], validator: bytes, nodes: Mapping[bytes, NodeState]
+) -> Iterator[SubmissionState]:
+    """Make every verdict of a validator void, and the counts those of the others; yields the submissions that held
+    one."""
     for submission in submissions:
         rounds = {number for number, state in submission.verdicts.items() if state.validator == validator}
         if rounds - submission.void:
+            standing.count(submission, nodes, -1)
             submission.void |= rounds
+            standing.count(submission, nodes)
+            if submission.verdict_index is None:
+                _keep_what_stands(submission)
             yield submission
 
 
-def take_back(submission: SubmissionState, owner: NodeState, trained: Collection[tuple[int, int]], index: int) -> bool:
+def _keep_what_stands(submission: SubmissionState) -> None:
+    """Of what is kept of an open submission, what was accepted on void verdicts alone is open as well."""
+    heard = [state.verdict.outcomes for state in decision.standing(submission)]
+    for i, outcome in list(submission.kept.items()):
+        if outcome.status == ACCEPTED and not any(outcomes[i].outcome == ACCEPT for outcomes in heard):
+            del submission.kept[i]
+    if submission.kept or submission.taken_back:
+        pending = RolloutOutcome(PENDING)
+        submission.outcomes = tuple(
+            one if one.status == DISCARDED else submission.kept.get(i, pending)
+            for i, one in enumerate(submission.outcomes)
+        )
+
+
+def take_back(
+    submission: SubmissionState, nodes: Mapping[bytes, NodeState], trained: Collection[tuple[int, int]], index: int
+) -> bool:
     """Open a decided submission again if a rollout of it that is not trained was accepted on void verdicts alone.
 
     Its owner's counts become what they were before it was decided, and it waits for a verdict. What is not opened again
@@ -119,8 +173,8 @@ def take_back(submission: SubmissionState, owner: NodeState, trained: Collection
         trained: (submission, rollout) of everything in a batch.
         index: of the entry that makes verdicts void.
     """
-    outcomes, decided, kept = submission.outcomes, submission.verdict_index, submission.kept
-    if decided is None or owner.state == "suspended":
+    outcomes, decided, kept, owner = submission.outcomes, submission.verdict_index, submission.kept, submission.owner
+    if decided is None or nodes[owner].state == "suspended":
         return False
     accepted = {i for i, outcome in enumerate(outcomes) if outcome.status == ACCEPTED}
     submission.kept = {i: outcome for i, outcome in enumerate(outcomes) if i not in accepted}
@@ -130,14 +184,12 @@ def take_back(submission: SubmissionState, owner: NodeState, trained: Collection
         submission.outcomes = tuple(weighed[i] if i in free else outcome for i, outcome in enumerate(outcomes))
         submission.kept = kept
         return False
-    statuses = [outcome.status for outcome in outcomes]
-    owner.accepted -= len(accepted)
-    owner.inconclusive -= statuses.count(UNDECIDED)
+    standing.count(submission, nodes, -1)
     submission.taken_back.append(TakenBack(index, decided, outcomes))
     submission.verdict_index = None
     submission.tie_time, submission.tie_over = None, False
     submission.outcomes = tuple(submission.kept.get(i, RolloutOutcome(PENDING)) for i in range(len(outcomes)))
-    owner.undecided.add(submission.index)
+    nodes[owner].undecided.add(submission.index)
     return True
 
 

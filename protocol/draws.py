@@ -39,6 +39,11 @@ def keyed(secret: bytes, purpose: str, *parts: bytes | int) -> bytes:
     return blake3(raw, key=secret).digest()
 
 
+def period_secret(own: bytes, number: int) -> bytes:
+    """A draw period's secret, from the coordinator's own (32 bytes)."""
+    return keyed(own, "period", number)
+
+
 def candidates(present: Collection[bytes], others: Mapping[bytes, bool], previous: bytes | None) -> list[bytes]:
     """Whom one round's job is drawn from, sorted: the first of these sets that is not empty.
 

@@ -48,6 +48,9 @@ class ReasonCode(StrEnum):
     DEADLINE = "deadline"
     QUOTA = "quota"
     KEY_REVOKED = "key-revoked"
+    EVIDENCE_UNKNOWN = "evidence-unknown"
+    EVIDENCE_BOUNDS = "evidence-bounds"
+    EVIDENCE_TOO_STRICT = "evidence-too-strict"
     USAGE = "usage"
     INTERNAL = "internal"
     # verdicts: accept

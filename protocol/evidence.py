@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from protocol import codec
 from protocol.envelope import open_envelope
 from protocol.errors import LedgerError, ReasonCode
+from protocol.evidence_rows import EvidenceRow
 from protocol.limits import KIB
-from protocol.manifest import EvidenceRow
 from protocol.records import U8, U32, U64, DropEvidence, Float, Hash, Id, NodeEvidence, RelayReport, RelayStamp, Word
 
 STAMP_KIND = "relay.stamp"
@@ -46,7 +46,7 @@ class ShardView:
 @codec.record(1 * KIB)
 @dataclass(frozen=True)
 class VerdictEvidence:
-    """A validator accepted a rollout, and the coordinator's own check of it says otherwise.
+    """A validator accepted or rejected a rollout, and the coordinator's own check of it says otherwise.
 
     Everybody with the archive can repeat the check.
     """
@@ -56,14 +56,16 @@ class VerdictEvidence:
     rollout: U32
     """Position in the submission."""
     outcome: U8
-    """What the check gives: REJECT, also with the run's bounds doubled; or ACCEPT with other numbers than the verdict's
-    details."""
+    """What the check gives: REJECT, also with wider bounds; ACCEPT, also with narrower ones, of what the verdict
+    rejected; or ACCEPT with other numbers than the verdict's details."""
     reason: Word
-    """The `ReasonCode` of a REJECT; `verdict-wrong` for other numbers."""
+    """The `ReasonCode` of a REJECT; `holds` of a rollout that was rejected; `verdict-wrong` for other numbers."""
     reward: Float
     """The reward as the check gives it; 0 for a REJECT."""
     difference: Float
-    """Largest difference of a log-probability in the details; 0 for a REJECT."""
+    """How far the details are off, of the rollout, in `number`; 0 where that can't be said."""
+    number: Word = ""
+    """What of the details is off: `logprobs`, `reward`, `digest` or the name of a number; empty for an outcome."""
 
 
 def check_relay_lie(report: RelayReport, run: bytes, origins: Collection[bytes]) -> None:
@@ -100,8 +102,8 @@ FEWEST_VALIDATORS = 2
 """Validators whose numbers a key must have against it: with fewer, one validator's word would end trust in it."""
 
 
-def check_node_bar(evidence: NodeEvidence, rows: Iterable[EvidenceRow]) -> None:
-    """Raise LedgerError unless the evidence, if true, is enough to suspend its key under these rows of the manifest."""
+def check_node_bar(evidence: NodeEvidence, rows: Iterable[EvidenceRow]) -> EvidenceRow:
+    """The row of the manifest by which the evidence, if true, is enough to suspend its key; LedgerError without."""
     named = (evidence.hypothesis, evidence.statistic)
     row = next((row for row in rows if (row.hypothesis, row.statistic) == named), None)
     if row is None:
@@ -110,3 +112,4 @@ def check_node_bar(evidence: NodeEvidence, rows: Iterable[EvidenceRow]) -> None:
         raise LedgerError(f"log e {evidence.log_e:.3g} is below the bar of {row.log_bar:.3g}")
     if evidence.validators < FEWEST_VALIDATORS:
         raise LedgerError(f"the numbers of {evidence.validators} validators: nobody is condemned on one word")
+    return row

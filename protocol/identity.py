@@ -98,7 +98,7 @@ class Identity:
 
     @staticmethod
     def from_seed(seed: bytes) -> Identity:
-        """A deterministic identity for tests and simulations; `seed` is 32 bytes."""
+        """The identity of a private seed, 32 bytes: for keys that follow from a secret (`phantoms`), and for tests."""
         return Identity(Ed25519PrivateKey.from_private_bytes(seed))
 
     @cached_property
@@ -162,9 +162,14 @@ def load_or_create_identity(path: Path) -> Identity:
     if path.exists():
         return load_identity(path)
     identity = Identity.generate()
+    write_identity(path, identity)
+    return identity
+
+
+def write_identity(path: Path, identity: Identity) -> None:
+    """Write a key file with mode 0600."""
     pem = identity.private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, pem, mode=0o600)
-    return identity

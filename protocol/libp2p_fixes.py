@@ -224,6 +224,10 @@ class StrictStream(_yamux.YamuxStream):  # type: ignore[misc]
 class StrictYamux(_yamux.Yamux):  # type: ignore[misc]
     """Yamux that believes nothing: windows, stream counts, versions and ids are enforced before bytes are kept."""
 
+    stray_left = 0
+    """Bytes that may still come for streams that are closed: a window for each stream there ever was. They are dropped,
+    and without a bound a peer could send them for ever."""
+
     async def start(self) -> None:
         try:
             await super().start()
@@ -248,6 +252,8 @@ class StrictYamux(_yamux.Yamux):  # type: ignore[misc]
             if scope.cancelled_caught:
                 await abort(self)
                 raise ConnectionClosedError("the peer took no data for too long", transport="tcp")
+        if _is_closed(self):  # libp2p returns as if it had written
+            raise ConnectionClosedError("the connection is closed", transport="tcp")
         await trio.lowlevel.checkpoint()
 
     async def open_stream(self) -> StrictStream:
@@ -261,6 +267,7 @@ class StrictYamux(_yamux.Yamux):  # type: ignore[misc]
 
     def _register(self, stream: StrictStream) -> None:
         self.streams[stream.stream_id] = stream
+        self.stray_left += WINDOW
         self.stream_buffers[stream.stream_id] = bytearray()
         self.stream_events[stream.stream_id] = trio.Event()
 
@@ -305,10 +312,11 @@ class StrictYamux(_yamux.Yamux):  # type: ignore[misc]
             stream = opened = StrictStream(stream_id, self, False)
             self._register(stream)
         if kind == _yamux.TYPE_DATA and length:
-            # Bytes for a stream we have just closed may still be under way: at most one window of them.
-            if length > (WINDOW if stream is None else stream.recv_window):
+            if length > (self.stray_left if stream is None else stream.recv_window):
                 raise YamuxViolationError(f"{length} bytes past the window of stream {stream_id}")
             body = await self._read_data_body(length)
+            if stream is None:
+                self.stray_left -= length
             if stream is not None and stream_id in self.stream_buffers:
                 stream.recv_window -= length
                 self.stream_buffers[stream_id].extend(body)
@@ -343,6 +351,12 @@ def _socket_stream(connection: Any) -> trio.SocketStream | None:
     for name in ("muxed_conn", "secured_conn", "conn", "read_writer", "read_write_closer", "stream", "stream"):
         layer = getattr(layer, name, layer)
     return layer if isinstance(layer, trio.SocketStream) else None
+
+
+def _is_closed(connection: Any) -> bool:
+    """Whether we closed the socket under a connection."""
+    stream = _socket_stream(connection)
+    return stream is not None and bool(stream.socket.fileno() < 0)
 
 
 async def abort(connection: Any) -> None:

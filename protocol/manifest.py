@@ -20,6 +20,7 @@ from protocol import codec
 from protocol.codec import Fixed, Maybe, Seq, Sub, Text, UInt, record
 from protocol.envelope import Envelope, open_envelope, parse
 from protocol.errors import DecodeError, ManifestError, ProtocolError, ReasonCode
+from protocol.evidence_rows import OF_BOUND, OF_MEASURED, EvidenceRow, check_rows
 from protocol.identity import check_public_key
 from protocol.limits import (
     KIB,
@@ -29,6 +30,7 @@ from protocol.limits import (
     MAX_MODEL_FILES,
     MAX_ROUTES_BYTES,
     MAX_TOKENS_PER_ROLLOUT,
+    PROOF_CHUNK_TOKENS,
 )
 from protocol.records import U16, U32, U64, Bool, Float, Hash, Key, Line, Lines, Note, Word
 
@@ -144,31 +146,6 @@ class Thresholds:
     machine: Line
 
 
-@record(1 * KIB)
-@dataclass(frozen=True)
-class EvidenceRow:
-    """One thing a node may do that no single rollout shows, and where the sum over its rollouts ends trust.
-
-    A rollout's x >= 0 has an honest mean of at most `honest`, so M = max(M, 1) (1 + bet (min(x, clip) / honest - 1))
-    over a node's rollouts stays small (`verifier.evidence`). Its key is suspended once log M is at `log_bar`, with and
-    without the numbers of any one validator.
-    """
-
-    hypothesis: Word
-    """`precision`, `stale`, `seed-choice`, `margin-steer` or `reward`."""
-    statistic: Word
-    """How x follows from a verdict's details: a name of `verifier.statistics`."""
-    clip: Float
-    honest: Float
-    bet: Float
-    """Share of a stake that is put on x being too large, above 0 and at most 1."""
-    log_bar: Float
-    """Natural logarithm: an honest node gets there less than once in e^log_bar rollouts."""
-    measured_rollouts: U64
-    measured_mean: Float
-    """Of honest rollouts, as measured; `honest` is that with room above it."""
-
-
 @record(4 * KIB)
 @dataclass(frozen=True)
 class Bf16Thresholds:
@@ -177,7 +154,7 @@ class Bf16Thresholds:
     A rollout is rejected when
 
         a chunk has more than `chunk_exponents` points of another exponent or sign, or a mantissa mean above
-            `chunk_mantissa`
+            `chunk_mantissa`; one of fewer than 32 rows, which is louder, `short_exponents` and `short_mantissa`
         it has `rollout_chunks` chunks or more and the mean of their mantissa means is above `rollout_mantissa`
         one token's margin is above `token_margin`
         its margins add up to more than token_margin + margin_mean x tokens
@@ -185,8 +162,8 @@ class Bf16Thresholds:
         the differences of its log-probabilities add up to more than logprob + logprob_mean x tokens, either way
 
     No bound forgives what lies under it: mantissa means and margins are added up per node (RULES 4). Measured values
-    are honest maxima; `measured_margin_mean` and `measured_logprob_mean` are sums over a rollout's tokens divided by
-    their number, or by 32 for fewer.
+    are honest maxima; `measured_margin_mean` and `measured_logprob_mean` are sums over a rollout's tokens but
+    the one that is furthest off, divided by their number, or by 32 for fewer.
     """
 
     chunk_exponents: U32
@@ -210,12 +187,25 @@ class Bf16Thresholds:
     false_rejects: Float
     """No measured rollout is rejected, so at 95% at most this share of honest ones is: 3 / measured_rollouts."""
     machine: Line
+    short_exponents: U32 = 0
+    """0: as a whole chunk's."""
+    short_mantissa: Float = 0.0
+
+    def chunk_bounds(self, rows: int) -> tuple[int, float]:
+        """The exponents and the mantissa mean that a chunk of so many rows may have."""
+        whole = rows >= PROOF_CHUNK_TOKENS
+        exponents = self.chunk_exponents if whole else self.short_exponents or self.chunk_exponents
+        return exponents, self.chunk_mantissa if whole else self.short_mantissa or self.chunk_mantissa
 
 
 @record(1 * KIB)
 @dataclass(frozen=True)
 class RouteThresholds:
-    """By how much an expert left out may beat one that a rollout's route took, and the measurement behind it."""
+    """By how much an expert left out may beat one that a rollout's route took, how many choices may be others than the
+    verifier's own, and the measurement behind both.
+
+    A rollout with more than not_first + not_first_rate x positions x layers such choices is rejected.
+    """
 
     margin: Float
     """In what the router ranks experts by (`verifier.routes`)."""
@@ -227,6 +217,13 @@ class RouteThresholds:
     measured_scores: Float
     """Largest difference of one score between two honest ways to compute it."""
     machine: Line
+    not_first: U64 = 0
+    not_first_rate: Float = 1.0
+    """A share of all choices; 1 sets no bound, as in manifests of before it."""
+    measured_not_first: U64 = 0
+    """In all honest rollouts together."""
+    measured_not_first_rate: Float = 0.0
+    """Share of honest choices that are not the verifier's own, as measured or as their noise gives (`route_noise`)."""
 
 
 @record(4 * KIB)
@@ -279,7 +276,7 @@ class RunManifest:
     privacy: Note
     """Who may read prompts and rollouts, and for how long."""
     evidence: EvidenceRows = ()
-    """What is summed up over a node's rollouts; each (hypothesis, statistic) once."""
+    """What is summed up over a node's rollouts; each statistic once."""
     bf16: Annotated[Bf16Thresholds | None, Maybe(Sub(Bf16Thresholds))] = None
     """Of a run whose profile is `bf16`, which must have it."""
     routes: Annotated[RouteThresholds | None, Maybe(Sub(RouteThresholds))] = None
@@ -333,19 +330,23 @@ def check_routes(model: ModelSpec, routes: RouteThresholds | None) -> None:
         raise ManifestError("the manifest names experts that no token can go through", ReasonCode.MALFORMED)
     if routes is not None and routes.margin < 0:
         raise ManifestError("a route margin below 0 refuses what routers choose", ReasonCode.MALFORMED)
+    if routes is not None and not 0 <= routes.not_first_rate <= 1:
+        raise ManifestError("the share of choices that may be others is no share", ReasonCode.MALFORMED)
 
 
-def check_evidence(rows: tuple[EvidenceRow, ...]) -> None:
-    """Raise ManifestError for rows that can't be summed up by, or that name one sum twice."""
-    for row in rows:
-        sane = row.honest > 0 and 0 < row.clip <= 1e9 * row.honest and 0 < row.bet <= 1 and row.log_bar > 0
-        if not sane:
-            raise ManifestError(
-                f"the manifest's evidence row {row.hypothesis} ({row.statistic}) is out of its bounds",
-                ReasonCode.MALFORMED,
-            )
-    if len({(row.hypothesis, row.statistic) for row in rows}) != len(rows):
-        raise ManifestError("the manifest names one kind of evidence twice", ReasonCode.MALFORMED)
+def check_evidence(manifest: RunManifest) -> None:
+    """Raise ManifestError unless the manifest's rows can be summed up by and suspend nobody who passes its checks."""
+    bf16 = manifest.bf16 if manifest.profile == "bf16" else None
+    least = least_honest(manifest.thresholds if bf16 is None else bf16)
+    least["route_rate"] = 1.0 if manifest.routes is None else manifest.routes.not_first_rate
+    check_rows(manifest.evidence, manifest.profile, least)
+
+
+def least_honest(bounds: Thresholds | Bf16Thresholds) -> dict[str, float]:
+    """Statistic -> the smallest honest mean that a row beside these thresholds may name (`evidence_rows`)."""
+    if isinstance(bounds, Bf16Thresholds):
+        return {"mantissa_mean": OF_BOUND * bounds.rollout_mantissa}
+    return {"proof_median": max(OF_BOUND * bounds.proof_median, OF_MEASURED * bounds.measured_proof_median)}
 
 
 def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
@@ -369,7 +370,7 @@ def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
         _check_files(manifest.model)
         if manifest.profile == "bf16" and manifest.bf16 is None:
             raise ManifestError("a bf16 run without bf16 thresholds: nothing in it could be judged")
-        check_evidence(manifest.evidence)
+        check_evidence(manifest)
         check_routes(manifest.model, manifest.routes)
     except ManifestError:
         raise

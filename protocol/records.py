@@ -344,6 +344,8 @@ class RolloutDetail:
     reward: Float
     """The validator's own reward; 0 unless accepted."""
     numbers: Annotated[tuple[Number, ...], Seq(Sub(Number), MAX_NUMBERS)]
+    digest: Annotated[bytes, Blob(16, 16)] = b""
+    """Of prompt and tokens (`verifier.claims.digest_of`), so that equal rollouts count once; empty unless accepted."""
 
 
 @record(8 * MIB)
@@ -512,7 +514,7 @@ class NodeEvidence:
     validators: U32
     """Whose numbers they are."""
     log_e: Float
-    """Natural logarithm of the sum, without the one validator whose numbers weigh most."""
+    """Natural logarithm of the e-value that counts, whichever single validator lies (`verifier.evidence`)."""
     log_all: Float
     """The same with everybody's numbers."""
     mean: Float

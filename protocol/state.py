@@ -9,12 +9,14 @@ chain and a relay's own stamp.
 
     probation --accepted rollouts--> active
     probation, active --a REJECT waits for another verdict--> paused --not repeated--> back
-    paused --a second validator repeats one--> suspended (for good; what is undecided is discarded)
+    paused --a second validator repeats one--> suspended (what is undecided is discarded)
     any --evidence of dropped results, pooled evidence, a relay's lie, a wrong verdict, or a revocation--> suspended
+    suspended --the verdicts, or the row of the manifest, that it rests on count no more--> what it would be without
 
-Not covered: how verdicts decide a submission (`decision`), whose count no more (`distrust`), the rules of batches
-(`batch_rules`), draws (`draw_rules`), leases (`lease_rules`), the manifest (`chain`); whom to lease to, whom to draw,
-what to batch (`trainer`); whether a draw is the right one (the audit: it needs the secret that is revealed later).
+Not covered: how verdicts decide a submission (`decision`), whose count no more (`distrust`), what that makes of a node
+(`standing`), the rules of batches (`batch_rules`), draws (`draw_rules`), leases (`lease_rules`), the manifest
+(`chain`); whom to lease to, whom to draw, what to batch (`trainer`); whether a draw is the right one (the audit: it
+needs the secret that is revealed later).
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from protocol import codec, decision, distrust, draw_rules, lease_rules
+from protocol import codec, decision, distrust, draw_rules, lease_rules, standing
 from protocol.batch_rules import check_batch
 from protocol.chain import Chain
 from protocol.envelope import Envelope, parse
 from protocol.errors import LedgerError, ProtocolError, ReasonCode
 from protocol.evidence import VerdictEvidence, check_drop_bar, check_node_bar, check_relay_lie
+from protocol.evidence_rows import EvidenceRow
 from protocol.manifest import MANIFEST_KIND, Run, RunManifest
 from protocol.records import (
     ACCEPT,
@@ -126,6 +129,8 @@ class RunState:
         self.trained: set[tuple[int, int]] = set()
         """(submission index, rollout position) of everything in a batch."""
         self.finished: RunFinished | None = None
+        self.cleared: list[bytes] = []
+        """Keys whose suspension was taken back, in order."""
         self.problems: list[tuple[int, str]] = []
         """(entry index, what the entry contradicts); such entries change nothing else."""
         self._next_batch = 0
@@ -232,12 +237,16 @@ class RunState:
             self._restarted(index, entry)
         known = len(self.chain.revocations)
         self.chain, self.manifest = longer, longer.current.manifest
+        unheard = False
         for gone in longer.revocations[known:]:
             node = self.nodes.get(gone.key)
             if node is not None and node.state != "suspended":
-                self._suspend(node, index, ReasonCode.KEY_REVOKED.value)
+                standing.suspend(node, self.submissions, index, ReasonCode.KEY_REVOKED.value)
+                unheard = unheard or node.role == "validator"
             self.present = tuple(key for key in self.present if key != gone.key)
         for node in self.nodes.values():
+            if standing.overruled(node, self.manifest.evidence, unheard):
+                self._release(node, entry)
             self._settle(node)  # the accepted rollouts that end probation may be others now
 
     def _restarted(self, index: int, entry: LedgerEntry) -> None:
@@ -433,8 +442,8 @@ class RunState:
         self._weigh(submission, self.nodes[submission.owner], index)
 
     def _tie_lapsed(self, index: int, entry: LedgerEntry) -> None:
-        submission = self.submissions.get(codec.decode(TieLapsed, entry.body).submission)
         assert self.manifest is not None
+        submission = self.submissions.get(codec.decode(TieLapsed, entry.body).submission)
         decision.end_tie(submission, self.present, entry.time, self.manifest.leases.lease_ms)
         assert submission is not None and submission.period is not None  # it holds verdicts
         self._weigh(submission, self.nodes[submission.owner], index)
@@ -443,32 +452,51 @@ class RunState:
 
     def _evidence_drop(self, index: int, entry: LedgerEntry) -> None:
         evidence = codec.decode(DropEvidence, entry.body)
-        node = self._accused(evidence, index)
         check_drop_bar(evidence)
-        self._end_trust(node, index, ReasonCode.DROPPED_RESULTS)
+        self._end_trust(self._accused(evidence, index), index, ReasonCode.DROPPED_RESULTS)
 
     def _evidence_node(self, index: int, entry: LedgerEntry) -> None:
         evidence = codec.decode(NodeEvidence, entry.body)
         node = self._accused(evidence, index)
         assert self.manifest is not None
-        check_node_bar(evidence, self.manifest.evidence)
-        self._end_trust(node, index, ReasonCode.POOLED_EVIDENCE)
+        row = check_node_bar(evidence, self.manifest.evidence)
+        self._end_trust(node, index, ReasonCode.POOLED_EVIDENCE, row)
 
     def _evidence_verdict(self, index: int, entry: LedgerEntry) -> None:
         assert self.manifest is not None
         key = distrust.accused(codec.decode(VerdictEvidence, entry.body), self.submissions.values())
         self._end_trust(self.nodes[key], index, ReasonCode.VALIDATOR_WRONG)
         self.present = tuple(other for other in self.present if other != key)
-        for submission in distrust.void(self.submissions.values(), key):
+        since = distrust.first_verdict(self.submissions.values(), key)
+        touched = list(distrust.void(self.submissions.values(), key, self.nodes))
+        for node in [one for one in self.nodes.values() if standing.rests_on(one, since, self.submissions)]:
+            self._release(node, entry)
+        for submission in touched:
             owner, lease = self.nodes[submission.owner], self.leases[submission.lease_id].lease
             if submission.verdict_index is not None:
                 fresh = distrust.may_train(lease.step, len(self.batches), self.manifest)
-                if not fresh or not distrust.take_back(submission, owner, self.trained, index):
+                if not fresh or not distrust.take_back(submission, self.nodes, self.trained, index):
+                    self._settle(owner)
                     continue
-            decision.note_tie(submission, self.present, entry.time)
-            self._weigh(submission, owner, index)
-            if distrust.ends_here(submission, self.periods):
-                self._decide(submission, owner, index, decision.settled(decision.weigh(submission)))
+            self._weigh_again(submission, owner, entry)
+
+    def _weigh_again(self, submission: SubmissionState, owner: NodeState, entry: LedgerEntry) -> None:
+        if submission.index not in owner.undecided:
+            return  # discarded
+        decision.note_tie(submission, self.present, entry.time)
+        self._weigh(submission, owner, entry.index)
+        if distrust.ends_here(submission, self.periods):
+            outcomes = decision.settled(decision.weigh(submission), submission.spent)
+            self._decide(submission, owner, entry.index, outcomes)
+
+    def _release(self, node: NodeState, entry: LedgerEntry) -> None:
+        """What a suspension rested on counts no more."""
+        case = standing.release(node, self.submissions, self.nodes, entry.index, self.chain)
+        if case is not None:
+            self._weigh_again(case, node, entry)
+        if node.cleared and node.cleared[-1].index == entry.index:
+            self.cleared.append(node.key)
+        self._settle(node)
 
     def _accused(self, evidence: DropEvidence | NodeEvidence, index: int) -> NodeState:
         node = self.nodes.get(evidence.key)
@@ -485,10 +513,10 @@ class RunState:
         check_relay_lie(report, self.run, self.chain.keys_at("origin", index))
         self._end_trust(node, index, ReasonCode.RELAY_LIED)
 
-    def _end_trust(self, node: NodeState, index: int, reason: ReasonCode) -> None:
+    def _end_trust(self, node: NodeState, index: int, reason: ReasonCode, row: EvidenceRow | None = None) -> None:
         if node.state == "suspended":
             raise LedgerError(f"the key is already suspended: {node.reason}")
-        self._suspend(node, index, reason.value)
+        standing.suspend(node, self.submissions, index, reason.value, row=row)
 
     def _batch(self, index: int, entry: LedgerEntry) -> None:
         closed = codec.decode(BatchClosed, entry.body)
@@ -544,35 +572,15 @@ class RunState:
         submission.verdict_index = index
         node.undecided.discard(submission.index)
         node.contested.discard(submission.index)
-        for validator, rollouts in decision.outvoted(submission).items() if not submission.taken_back else ():
-            self.nodes[validator].outvoted += rollouts
-        counts = [outcome.status for outcome in submission.outcomes]
-        node.accepted += counts.count(ACCEPTED)
-        node.rejected += counts.count(REJECTED)
-        node.inconclusive += counts.count(UNDECIDED)
-        if REJECTED in counts:
-            self._suspend(node, index, submission.outcomes[counts.index(REJECTED)].reason)
+        standing.count(submission, self.nodes)
+        rejected = next((outcome for outcome in outcomes if outcome.status == REJECTED), None)
+        if rejected is not None:
+            standing.suspend(node, self.submissions, index, rejected.reason, case=submission.index)
         else:
             self._settle(node)
 
     def _settle(self, node: NodeState) -> None:
-        """Paused, active or probation, from the node's counts alone. Suspension is final."""
-        assert self.manifest is not None
-        if node.state == "suspended":
-            return
-        if node.contested:
-            node.state = "paused"
-            return
-        node.reason = ""
-        node.state = "active" if node.accepted >= self.manifest.leases.probation_accepted else "probation"
-
-    def _suspend(self, node: NodeState, index: int, reason: str) -> None:
-        node.state, node.suspended_index, node.reason = "suspended", index, reason
-        for number in node.undecided:
-            other = self.submissions[number]
-            other.outcomes = (RolloutOutcome(DISCARDED, reason),) * len(other.outcomes)
-        node.undecided.clear()
-        node.contested.clear()
+        standing.settle(node, self.manifest)
 
     def _subject(self, entry: LedgerEntry, cls: type[R]) -> tuple[Envelope, R]:
         envelope = parse(entry.subject)

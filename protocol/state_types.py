@@ -1,6 +1,7 @@
 """What the fold keeps: one class for each thing a ledger speaks of.
 
-    NodeState LeaseState SubmissionState (RolloutOutcome VerdictState TakenBack) PolicyState BatchState PeriodState
+    NodeState (Cleared) LeaseState SubmissionState (RolloutOutcome VerdictState TakenBack) PolicyState BatchState
+    PeriodState
 
 Not covered: how they change (`state`), how a submission is decided (`decision`).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protocol import codec
+from protocol.evidence_rows import EvidenceRow
 from protocol.limits import KIB
 from protocol.records import U64, BatchClosed, DrawsOpened, Hash, Id, JobDrawn, Lease, UploadIntent, Verdict
 
@@ -29,6 +31,17 @@ class PolicyHead:
     root: Hash
 
 
+@dataclass(frozen=True)
+class Cleared:
+    """A suspension that counts no more: what it rested on was found to be wrong (`standing`)."""
+
+    suspended: int
+    """Ledger index of the entry that ended trust."""
+    index: int
+    """Of the one that took it back."""
+    reason: str
+
+
 @dataclass
 class NodeState:
     """One member, by its identity key."""
@@ -40,6 +53,7 @@ class NodeState:
     joined_index: int
     state: str = "probation"
     accepted: int = 0
+    """Rollouts whose acceptance rests on verdicts that count."""
     rejected: int = 0
     inconclusive: int = 0
     suspended_index: int | None = None
@@ -57,6 +71,12 @@ class NodeState:
     """Its submissions that hold a REJECT and wait for another verdict."""
     outvoted: int = 0
     """A validator's: rollouts of which two others found the opposite of what it had said."""
+    case: int | None = None
+    """The submission whose rejections suspended it."""
+    row: EvidenceRow | None = None
+    """The row of the manifest whose sum suspended it."""
+    cleared: list[Cleared] = field(default_factory=list)
+    """Suspensions that were taken back, in the ledger's order."""
 
 
 @dataclass
@@ -139,6 +159,8 @@ class SubmissionState:
     kept: dict[int, RolloutOutcome] = field(default_factory=dict)
     """Position -> what was decided of it before, and stays so whatever the verdicts of a submission that was taken back
     say."""
+    spent: set[int] = field(default_factory=set)
+    """Positions that were sampled again by others before it was opened once more: they are accepted no more."""
     taken_back: list[TakenBack] = field(default_factory=list)
     """Earlier decisions, in the ledger's order."""
 

@@ -76,12 +76,18 @@ class Archive:
         self._problems: list[Problem] = []
         self._layout: Layout | None = None
         self._blobs()
-        for entry in sorted(root.iterdir()) if root.is_dir() else []:
+        for entry in self._folders(only):
             key = parse_publication_name(entry.name)
             # Without its records it was never announced: a crash left it, nobody could use it.
-            if key is not None and (only is None or key in only) and (entry / PUBLICATION_NAME).exists():
+            if key is not None and (entry / PUBLICATION_NAME).exists():
                 self._read(key, entry)
         self._newest_head()
+
+    def _folders(self, only: Collection[Key] | None) -> list[Path]:
+        """Where publications lie; of a long run's thousands nobody lists all to read one."""
+        if only is not None:
+            return [self.root / publication_name(key) for key in sorted(only)]
+        return sorted(self.root.iterdir()) if self.root.is_dir() else []
 
     def problems(self) -> Iterator[Problem]:
         """Everything that does not hold, hashing every shard. One file's bytes are in memory 1 MiB at a time."""

@@ -8,6 +8,7 @@
         ├── HeadError          a head that is stale, or older than one already seen
         ├── SourceError        what one source sent, or failed to send; charged to that address alone
         │   └── LieError       a relay validly signed other bytes than the origin did; carries its stamp
+        ├── CodecError         wire bytes that are no encoding of the shard they are said to be
         ├── StoreError         a local store that is damaged, or is held by another process
         └── PublishError       a checkpoint that the origin must not publish
 
@@ -69,6 +70,10 @@ class LieError(SourceError):
     def __init__(self, address: str, message: str, stamp: bytes) -> None:
         super().__init__(address, message)
         self.stamp = stamp
+
+
+class CodecError(ShardcastError):
+    """Wire bytes that are no encoding of the shard they are said to be. Whoever signed their hash made them."""
 
 
 class StoreError(ShardcastError):

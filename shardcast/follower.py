@@ -35,6 +35,7 @@ from shardcast.download import Download, Sink
 from shardcast.earlier import blame_thief, frames_taken, vouched_frames
 from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
 from shardcast.focus import Candidate, Track, choose_focus
+from shardcast.gathering import gather_records
 from shardcast.heads import SeenHeads, publication_name
 from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, SPARE_LOOK_S, WATCHED_SOURCES
 from shardcast.passes import Parent, Presenter, parents_of
@@ -48,7 +49,6 @@ log = logging.getLogger("shardcast.follower")
 
 _RECONCILE_S = 1.0
 _KEPT_TRACKS = 8
-_RECORDS_PAUSE_MAX_S = 2.0
 _WANTED_S = 60.0
 """As long as a lease lasts: whoever asked for it has no use for it later."""
 
@@ -319,33 +319,9 @@ class Follower:
             if not frames:
                 await keep_polite(start)
 
-    async def all_records(self, publication: Publication) -> None:
-        """Ask the sources until the signed record of every shard is known; what one sends wrong is charged to it."""
-        pause = 0.2
-        while len(publication.shard_envelopes()) < publication.shards:
-            for source, health in self.sources():
-                try:
-                    await self._records_from(source, publication)
-                except SourceError as exc:
-                    self._charge(health, exc)
-                if len(publication.shard_envelopes()) == publication.shards:
-                    return
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _RECORDS_PAUSE_MAX_S)
-
-    async def _records_from(self, source: Source, publication: Publication) -> None:
-        taken = 0
-        while frames := await source.records(publication.key, taken, 0):
-            taken = frames_taken(source, publication, taken, frames)
-            try:
-                for raw in frames:
-                    publication.take(raw)
-            except ForkError as exc:
-                blame_thief(source, self.run, exc)
-                self._seen.record_fork(pack_frames((*publication.frames(), *exc.evidence)))
-                raise
-            except (DecodeError, EnvelopeError, PublicationError) as exc:
-                raise SourceError(source.address, str(exc), exc.code) from exc
+    async def all_records(self, publication: Publication, *, head: bool = False) -> None:
+        """Return once the signed record of every shard is known, and a head if it is asked for."""
+        await gather_records(publication, self.sources, self._charge, self.run, self._seen, head=head)
 
     def _opened(self, source: Source, raw: bytes, *, revoked: bool) -> Publication:
         """The publication that an open record starts, by a revoked key only when asked for. Raises SourceError."""
@@ -510,6 +486,12 @@ class Follower:
         if self._focus == key:
             self._focus = None
 
+    def forget(self, key: Key) -> None:
+        """What was fetched is here no more: who asks for it by name is to fetch it again."""
+        track = self._tracks.get(key)
+        if track is not None and track.done.is_set():
+            del self._tracks[key]
+
     def want(self, key: Key) -> None:
         """Fetch one publication by name in the background, for `_WANTED_S` at most; asking again changes nothing."""
         if key in self._wanted or self._failure is not None:
@@ -561,10 +543,11 @@ class Follower:
                     self._take(source, health, track, raw, follow=False)
                 taken = frames_taken(source, track.publication, taken, frames)
                 if track.publication.manifest is None:
-                    start = time.monotonic()
                     frames = await source.records(key, taken, DEFAULT_WAIT_MS)
                     if not frames:
-                        await keep_polite(start)
+                        raise SourceError(
+                            source.address, f"{publication_name(key)} has no manifest there", ReasonCode.TOO_SLOW
+                        )
             if root is not None and track.publication.manifest.root != root:
                 if track.publication.opener in self.run.revoked_origins:
                     raise SourceError(source.address, "another root, signed by a revoked key", ReasonCode.HASH_MISMATCH)

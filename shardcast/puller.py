@@ -153,6 +153,8 @@ class Puller:
         self._folder.mkdir(parents=True, exist_ok=True)
         (store / "blobs").mkdir(exist_ok=True)
         self._arrived = asyncio.Event()
+        self.room_for: Callable[[int], None] | None = None
+        """Told the bytes of one policy before anything is fetched of the first; what it raises stops this puller."""
         self._header: tuple[bytes, int] | None = None
         self._has_files = False
         self._swept = False
@@ -314,6 +316,9 @@ class Puller:
                 "the origin signed it: the run's operator must explain",
                 ReasonCode.LENGTH_MISMATCH,
             )
+        if self.room_for is not None:
+            self.room_for(size)
+            self.room_for = None
         await self._model_files()
         directory = self._folder / f".part-{publication_name(publication.key)}-{publication.open.publication.hex()}"
         resume = (directory / WEIGHTS_NAME).exists()
@@ -357,6 +362,7 @@ class Puller:
             if now - self._used.get(key, 0.0) > GRACE_S:
                 _discard(self._policies.pop(key).directory)
                 self._used.pop(key, None)
+                self._follower.forget(key)
         self._sinks = {key: sink for key, sink in self._sinks.items() if not sink.closed}
         self._began = {key: began for key, began in self._began.items() if key in self._sinks}
         if not self._swept:

@@ -239,12 +239,13 @@ class RelayServer:
         return StoreSink(self.store, publication, feed), resume
 
     async def _on_whole(self, publication: Publication, sink: Sink) -> None:
-        # Every record is needed on disk, also those whose shard came from a source that had only the manifest.
-        await self._follower.all_records(publication)
+        # Every record is needed on disk, also those that the source of the shards held back.
+        await self._follower.all_records(publication, head=True)
         self.store.finish_files(publication)
         self.store.show_finished(publication)
         for key in self.store.keys[: -self.keep]:
             self.store.remove(key)
+            self._follower.forget(key)
 
     async def _fetch_blobs(self) -> None:
         """Layout and model files, so that children need nobody else. Raises SourceError when no source has one."""

@@ -5,7 +5,8 @@
 
 Weights are the tiny model's, another little change every step. Who is false claims another reward than its task gives,
 or proves other tokens than it sends. A liar accepts everything and hands over what was claimed, the most that the
-coordinator lets it do.
+coordinator lets it do. Who is in `bends` judges honestly and hands over other details, who is in `refusing` rejects
+everything.
 
 Not covered: libp2p, HTTP, the checking process (`tests/test_trainer_spot_process.py`).
 """
@@ -32,7 +33,18 @@ from protocol.envelope import parse
 from protocol.evidence import VerdictEvidence
 from protocol.files import write_atomic
 from protocol.identity import load_identity
-from protocol.records import Lease, Rollout, Submission, UploadIntent, Verdict
+from protocol.records import (
+    ACCEPT,
+    REJECT,
+    Lease,
+    Outcome,
+    Rollout,
+    RolloutDetail,
+    Submission,
+    UploadIntent,
+    Verdict,
+    VerdictDetails,
+)
 from shardcast.archive import open_published
 from shardcast.origin import Origin
 from tests.coordinator_desk import Desk
@@ -76,18 +88,23 @@ class CheckedRun(Desk):
 
     def __init__(self, run_dir: Path, steps: int, validators: int, liars: set[str], **overrides: object) -> None:
         self.liars = liars
+        self.bends: dict[str, Callable[[RolloutDetail], RolloutDetail]] = {}
+        """Validator -> what it makes of the details of a rollout that it accepts."""
+        self.refusing: set[str] = set()
+        self.waving: set[str] = set()
+        """Validators that compute all they should, hand over true numbers, and reject nothing."""
         self.false: Counter[bytes] = Counter()
         """Owner -> false rollouts sent."""
         self._policies: dict[bytes, PolicyModel] = {}
         super().__init__(run_dir, steps, validators, **overrides)
 
-    @staticmethod
+    @classmethod
     async def make(
-        folder: Path, *, steps: int = 40, validators: int = 2, liars: set[str] = frozenset(), **overrides: object
+        cls, folder: Path, *, steps: int = 40, validators: int = 2, liars: set[str] = frozenset(), **overrides: object
     ) -> CheckedRun:
         torch.set_num_threads(1)
         values = {"leases__tasks_per_step": 4, "leases__probation_accepted": 2, **overrides}
-        run = CheckedRun(folder / "run", steps, validators, set(liars), **values)
+        run = cls(folder / "run", steps, validators, set(liars), **values)
         for i in range(validators):
             run.join(f"validator-{i}", "validator")
         await run.publish_next()
@@ -157,7 +174,10 @@ class CheckedRun(Desk):
         """Every open job of a submission is answered by whom it was drawn for."""
         while self.open_jobs(index):
             job = self.open_jobs(index)[0]
-            if self.state.nodes[job.validator].name in self.liars:
+            name = self.state.nodes[job.validator].name
+            if name in self.refusing:
+                await self.judge(index, REJECT)
+            elif name in self.liars:
                 await self.judge(index)
             else:
                 await self.judge_honestly(index)
@@ -169,7 +189,18 @@ class CheckedRun(Desk):
         blob = self.coordinator.files.submission(lease.lease_id).read_bytes()
         length = submission.intent.raw_length
         judged = judge_upload(self.book.run, lease, blob, length, self.policy(lease), environment)
-        raw = codec.encode(judged.verdict_details())
+        if self.state.nodes[job.validator].name in self.waving:
+            claimed = batches.read_submission(self.coordinator.files, submission).rollouts
+            for i, (outcome, rollout) in enumerate(zip(judged.outcomes, claimed, strict=True)):
+                if outcome.outcome != ACCEPT:
+                    judged.outcomes[i] = Outcome(ACCEPT, "holds")
+                    judged.details[i] = RolloutDetail(rollout.logprobs, rollout.reward, ())
+        bend = self.bends.get(self.state.nodes[job.validator].name, lambda detail: detail)
+        details = [
+            bend(detail) if outcome.outcome == ACCEPT else detail
+            for outcome, detail in zip(judged.outcomes, judged.details, strict=True)
+        ]
+        raw = codec.encode(VerdictDetails(tuple(details)))
         digest = submission.intent.digest
         verdict = Verdict(job.job_id, digest, job.round, tuple(judged.outcomes), blake3(raw).digest(), 1)
         envelope = parse(self.sealed(self.state.nodes[job.validator].name, "verdict", verdict))

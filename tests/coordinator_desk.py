@@ -23,8 +23,8 @@ from protocol import codec
 from protocol.clock import Clock
 from protocol.control import Member
 from protocol.envelope import parse, seal
-from protocol.identity import load_identity
-from protocol.manifest import EvidenceRow
+from protocol.evidence_rows import EvidenceRow
+from protocol.identity import Identity, load_identity
 from protocol.records import (
     ACCEPT,
     JobDrawn,
@@ -42,9 +42,9 @@ from protocol.records import (
 from protocol.state import RunState
 from shardcast.records import Head
 from tests.scripted_swarm import NOISE, SMALL, actor_identity, submission_of
+from tests.settled_chance import make_run
 from trainer import batches, config
 from trainer.coordinator import Coordinator
-from trainer.init import make_run
 from trainer.members import Session
 from verifier.archive import RunArchive
 from verifier.draws import Draws
@@ -69,7 +69,7 @@ class Desk:
         self.run_dir = run_dir
         if not (run_dir / "run.toml").exists():
             values = SMALL | {key.replace("__", "."): value for key, value in overrides.items()}
-            admitted = [actor_identity(f"validator-{i}").public for i in range(validators)]
+            admitted = [self.identity_of(f"validator-{i}").public for i in range(validators)]
             make_run(run_dir, steps=steps, thresholds=NOISE, validators=admitted, overrides=values, evidence=evidence)
         self.seconds = 0.0
         self.clock_ahead_ms = 0
@@ -102,16 +102,19 @@ class Desk:
     def state(self) -> RunState:
         return self.book.state
 
+    def identity_of(self, name: str) -> Identity:
+        return actor_identity(name)
+
     def sealed(self, name: str, kind: str, record: object) -> bytes:
         number = self._next = getattr(self, "_next", self.book.ledger.size * 100) + 1
         return seal(
-            actor_identity(name), kind, record, run=self.book.run.id, sequence=number, issued_at=self.book.now_ms()
+            self.identity_of(name), kind, record, run=self.book.run.id, sequence=number, issued_at=self.book.now_ms()
         ).raw
 
     def join(self, name: str, role: str = "inference") -> bytes:
-        key = actor_identity(name).public
+        key = self.identity_of(name).public
         if key not in self.state.nodes:
-            request = JoinRequest(role, name, actor_identity(name + " t").public, bytes(16), "", (0x0100,), (), "")
+            request = JoinRequest(role, name, self.identity_of(name + " t").public, bytes(16), "", (0x0100,), (), "")
             self.book.append("node.joined", subject=self.sealed(name, "join", request))
         self.here(name)
         return key
@@ -119,7 +122,7 @@ class Desk:
     def here(self, name: str, present: bool = True) -> None:
         """Heard from just now, or not for a long time."""
         members = self.coordinator.members
-        members.sessions[actor_identity(name).public] = Session(members.monotonic() if present else -1e9)
+        members.sessions[self.identity_of(name).public] = Session(members.monotonic() if present else -1e9)
 
     def publish(self, step: int) -> None:
         origin = load_identity(self.run_dir / "keys" / "origin.pem")
@@ -134,7 +137,7 @@ class Desk:
     def lease(self, name: str) -> Lease:
         decision = self.decide(name)
         assert decision.lease is not None, decision.reason
-        node = self.state.nodes[actor_identity(name).public]
+        node = self.state.nodes[self.identity_of(name).public]
         self.book.append("lease", subject=self.coordinator.leasing._seal(node, decision.lease).raw)
         return decision.lease
 

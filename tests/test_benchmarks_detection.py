@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from benchmarks.contract import CouldNotRunError
 from benchmarks.detection_judge import Proofs, Seen, Work
 from benchmarks.detection_pool import Made, Maker, Pool, altered, honest_pools
 from benchmarks.detection_rules import Rate
-from benchmarks.detection_tiny import Honest, Rig
+from benchmarks.detection_tiny import Honest, rig_of
 from environments.word import Word
 from node.decode import DecodeRequest
 from protocol.records import ACCEPT
@@ -43,7 +44,7 @@ class Asked:
 
 @pytest.mark.parametrize("profile", ["fp32", "bf16"])
 def test_each_rollout_is_rejected_by_the_same_rules_as_the_judge_has(profile: str) -> None:
-    rig = Rig(profile, Word({}), (LIMITS.fp32, LIMITS.bf16 if profile == "bf16" else None), stop=())
+    rig = rig_of(profile, Word({}), (LIMITS.fp32, LIMITS.bf16 if profile == "bf16" else None), stop=())
     lease = rig.lease(7)
     outcomes = set()
     for kind, temperature in (("honest", 1.0), ("int8", 1.0), ("fp8", 1.0), ("drop-layer", 1.0), ("honest", 0.9)):
@@ -65,7 +66,7 @@ def test_each_rollout_is_rejected_by_the_same_rules_as_the_judge_has(profile: st
 
 
 def test_proving_again_hides_other_weights_from_the_proofs_and_not_from_the_tokens() -> None:
-    rig = Rig("fp32", Word({}), (LIMITS.fp32, None), stop=())
+    rig = rig_of("fp32", Word({}), (LIMITS.fp32, None), stop=())
     lease = rig.lease(3)
     node = load_to_sample(detection_tiny.TINY, "fp32").model
     with altered(node, "int4"):
@@ -91,6 +92,36 @@ def test_the_published_rule_is_more_than_38_exponents_or_a_mean_above_10_or_a_me
 
     assert not chunk(38, 10.0, 8.0)
     assert chunk(39, 0.0, 0.0) and chunk(0, 10.1, 0.0) and chunk(0, 0.0, 8.5) and chunk(128, math.inf, math.inf)
+
+
+def test_the_first_studys_rule_has_bounds_for_a_chunk_a_rollout_a_token_and_two() -> None:
+    def proofs(exponents: list[int], means: list[float]) -> bool:
+        seen = Proofs(*(np.asarray([values]) for values in ([0.0] * 2, [0] * 2, exponents, means, means)))
+        return bool(detection_rules.study_proofs(seen)[0])
+
+    assert not proofs([12, 12], [3.0, 1.3])
+    assert proofs([13, 0], [0.0, 0.0]) and proofs([0, 0], [3.1, 0.0]) and proofs([0, 0], [2.2, 2.2])
+    assert proofs([0, 0], [math.nan, 0.0])
+
+    def tokens(*margins: float) -> bool:
+        seen = _seen([0.0, 0.0], [0.0, 0.0])
+        seen.margins_RN[0, : len(margins)] = margins
+        return bool(detection_rules.study_tokens(seen)[0])
+
+    assert not tokens(0.28) and not tokens(0.14, 0.14)  # 32 tokens: 0.288 in sum
+    assert tokens(0.29) and tokens(0.1, 0.1, 0.1)
+    long = np.zeros((1, 128), dtype=np.float32)
+    long[0, :2] = 0.31
+    seen = dataclasses.replace(_seen([0.0, 0.0], [0.0, 0.0]), margins_RN=long)
+    assert detection_rules.study_tokens(seen)[0], "two above 0.3, though the mean is below"
+    long[0, 1] = 0.29
+    assert not detection_rules.study_tokens(seen)[0] and not detection_rules.study_bans(seen, True)[0]
+    long[0, :2] = 0.51
+    assert detection_rules.study_bans(seen, False)[0]
+    long[0, 1] = 0.5
+    assert not detection_rules.study_bans(seen, False)[0]
+    far = dataclasses.replace(seen, own=dataclasses.replace(seen.own, exponents=np.asarray([[17]])))
+    assert detection_rules.study_bans(far, True)[0] and not detection_rules.study_bans(far, False)[0]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from benchmarks.timeline import Reading, Watch
         ("/v/bin/python /v/bin/node join --role validator --run /r/join.hw", "validator"),
         ("/v/bin/python -P -m node.engine --socket /tmp/x/engine.sock --threads 1", "engine"),
         ("/v/bin/python -P -m protocol.hostd --key /r/keys/k.pem", "host"),
+        ("/v/bin/python -m trainer.spot_worker /r /r/state/checks", "check"),
     ],
 )
 def test_a_process_is_known_by_the_command_it_was_started_with(line: str, role: str) -> None:

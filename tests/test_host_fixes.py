@@ -14,7 +14,7 @@ import pytest
 SCENARIOS = Path(__file__).parent / "peers" / "fix_scenarios.py"
 
 
-PARTS = ("streams", "writes", "slots,window,dialing,delay,unasked,port,names,keys")
+PARTS = ("streams", "writes", "slots,window,strays,dialing,delay,unasked,port,names,keys")
 """What runs side by side: the first two take as long as all the others together."""
 
 
@@ -52,6 +52,15 @@ def test_a_peer_that_ignores_the_window_is_cut_and_buffers_one_window_at_most(ou
     assert not upstream["cut"]
     assert fixed["buffered"] <= 256 * 1024
     assert fixed["cut"]
+
+
+def test_a_peer_that_sends_to_no_stream_is_cut_and_a_closed_connection_takes_no_bytes(outcomes):
+    upstream, fixed = outcomes("strays")
+    assert not upstream["cut"]
+    assert fixed["cut"]
+    assert fixed["sent"] <= 8 << 18
+    assert not upstream["write_refused"], "bytes that go nowhere count as sent"
+    assert fixed["write_refused"]
 
 
 def test_a_peer_that_opens_streams_without_end_is_cut(outcomes):

@@ -33,23 +33,23 @@ def puller_of(folder, rows: int, dtype: str = "F32") -> Puller:
 
 async def test_a_model_that_fits_is_let_through_and_one_too_large_is_refused_with_numbers(tmp_path, monkeypatch):
     small = puller_of(tmp_path / "small", 256)
-    await check_room(small, small.run.manifest.model, tmp_path / "small")
+    check_room(await small.policy_bytes(), small.run.manifest.model, tmp_path / "small")
     large = puller_of(tmp_path / "large", 1 << 25)  # 128 GiB
     with pytest.raises(UsageError, match=r"needs \d+ MiB of memory.*close other programs"):
-        await check_room(large, large.run.manifest.model, tmp_path / "large")
+        check_room(await large.policy_bytes(), large.run.manifest.model, tmp_path / "large")
     monkeypatch.setattr(preflight, "memory", lambda root=None: None)  # a machine that tells nothing of its memory
     monkeypatch.setattr(preflight, "disk", lambda path: preflight.Room(200_000, "the disk has"))
     with pytest.raises(UsageError, match=r"needs 262145 MiB of disk, .* larger disk"):
-        await check_room(large, large.run.manifest.model, tmp_path / "large")
+        check_room(await large.policy_bytes(), large.run.manifest.model, tmp_path / "large")
 
 
 async def test_policies_on_the_disk_need_no_room_again(tmp_path, monkeypatch):
     puller = puller_of(tmp_path, 1 << 16)  # 256 MiB
     monkeypatch.setattr(preflight, "disk", lambda path: preflight.Room(300, "the disk has"))
     with pytest.raises(UsageError, match="513 MiB of disk"):
-        await check_room(puller, puller.run.manifest.model, tmp_path)
+        check_room(await puller.policy_bytes(), puller.run.manifest.model, tmp_path)
     (tmp_path / "policies" / "e0000-s00000001").mkdir(parents=True)
-    await check_room(puller, puller.run.manifest.model, tmp_path)
+    check_room(await puller.policy_bytes(), puller.run.manifest.model, tmp_path)
 
 
 def test_half_precision_on_disk_is_full_precision_in_memory():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from node.errors import NodeError, RunFinishedError, UpgradeRequiredError
-from node.join import supervise
+from node.join import supervise, to_the_end
 from node.log import EventLog
 from node.worker import Worker
 from protocol.clock import Clock
@@ -178,3 +179,38 @@ async def test_an_old_assignment_is_called_old_and_no_clock_is_blamed(log, tmp_p
 
 async def _note(order: list[str], word: str) -> None:
     order.append(word)
+
+
+@pytest.mark.parametrize("left", ["leaves by itself", "is stopped"])
+async def test_a_signal_while_a_node_cleans_up_cuts_nothing_short(left: str) -> None:
+    """A demo ends its nodes when the run is finished, which is when they leave anyway: engines' folders stayed."""
+    done: list[str] = []
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> None:
+        begun.set()
+        await go_on.wait()
+        done.append("engine")
+
+    async def take_part() -> None:
+        async with to_the_end(contextlib.AsyncExitStack()) as stack:
+            stack.callback(done.append, "host")
+            stack.push_async_callback(slow)
+            if left == "leaves by itself":
+                raise RunFinishedError("the run is finished")
+            await asyncio.Event().wait()
+
+    work = asyncio.create_task(take_part())
+    await asyncio.sleep(0)
+    if left == "is stopped":
+        work.cancel()
+    async with asyncio.timeout(10):
+        await begun.wait()
+        for _ in range(3):
+            work.cancel()
+            await asyncio.sleep(0)
+        assert not work.done()
+        go_on.set()
+        with pytest.raises(RunFinishedError if left == "leaves by itself" else asyncio.CancelledError):
+            await work
+    assert done == ["engine", "host"]

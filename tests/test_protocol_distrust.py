@@ -43,15 +43,42 @@ def statuses(chain: Chain, number: int) -> list[str]:
         (0, 0, R, "validator-failed"),
         (0, 0, R, "no such reason"),
         (0, 0, A, "holds"),
+        (0, 1, A, "verdict-wrong"),
+        (0, 1, R, "holds"),
+        (0, 2, A, "holds"),  # it decided nothing
     ],
 )
-def test_what_contradicts_no_acceptance_is_refused(verdict: int, rollout: int, outcome: int, reason: str) -> None:
+def test_what_contradicts_no_verdict_is_refused(verdict: int, rollout: int, outcome: int, reason: str) -> None:
     chain = opened()
-    number, _ = judged(chain, [A, R, A, A])
+    number, _ = judged(chain, [A, R, I, A])
     said = state_of(chain).submissions[number].verdicts[1].index
     accuse(chain, said + verdict, rollout, outcome, reason)
     assert last_problem(chain)
     assert fold(chain.sink.entries).nodes[identity("val").public].state != "suspended"
+
+
+@pytest.mark.parametrize(("rollout", "outcome", "reason"), [(0, R, "format"), (0, A, "verdict-wrong"), (1, A, "holds")])
+def test_either_word_of_a_verdict_may_be_contradicted(rollout: int, outcome: int, reason: str) -> None:
+    chain = opened()
+    number, _ = judged(chain, [A, R, A, A])
+    accuse(chain, state_of(chain).submissions[number].verdicts[1].index, rollout, outcome, reason)
+    state = fold(chain.sink.entries)
+    assert state.problems == [] and state.nodes[identity("val").public].reason == "validator-wrong"
+
+
+def test_rejections_are_drawn_by_the_same_draw_as_acceptances_and_no_other() -> None:
+    chain = opened()
+    number, _ = judged(chain, [A, R, A, R])
+    submission, samples = state_of(chain).submissions[number], 2
+    said = submission.verdicts[1].index
+    drawn = set()
+    for n in range(400):
+        secret = n.to_bytes(32, "big")
+        found = distrust.rejections_to_check(submission, samples, secret)
+        wanted = [draws.wants_check(secret, submission.intent.digest, submission.number, 1, task) for task in (0, 1)]
+        assert found == [(said, position) for position in (1, 3) if wanted[position // samples]]
+        drawn.update(found)
+    assert drawn == {(said, 1), (said, 3)}
 
 
 def test_trust_ends_once_and_with_it_the_validators_presence_and_its_open_jobs() -> None:
@@ -190,9 +217,11 @@ def test_the_vectors_of_the_specification_are_true() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "protocol.md").read_text()
     for record in (
         VerdictEvidence(41, 3, R, "proof-mismatch", 0.0, 0.0),
-        VerdictEvidence(41, 3, A, "verdict-wrong", 1.0, 0.0625),
+        VerdictEvidence(41, 3, A, "verdict-wrong", 1.0, 0.0625, "mantissa_mean"),
     ):
         assert f"`{codec.encode(record).hex()}`" in text
+    before = bytes.fromhex("96290301ae70726f6f662d6d69736d61746368cb0000000000000000cb0000000000000000")
+    assert codec.decode(VerdictEvidence, before) == VerdictEvidence(41, 3, R, "proof-mismatch", 0.0, 0.0, "")
     secret, digest = bytes(range(32)), b"\x44" * 32
     number = draws.keyed(secret, "check", digest, 17, 1, 3)[:8]
     assert f"`{number.hex()}`" in text

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from protocol import decision, draws
 from protocol.evidence import DROP_LOG_E
-from protocol.manifest import EvidenceRow
+from protocol.evidence_rows import EvidenceRow
 from protocol.records import (
     ACCEPT,
     INCONCLUSIVE,
@@ -411,7 +411,7 @@ def test_evidence_of_dropped_results_suspends():
     assert "already suspended" in last_problem(chain)
 
 
-ROW = EvidenceRow("precision", "proof_median", 3e-6, 1e-6, 0.5, 30.0, 200, 3e-7)
+ROW = EvidenceRow("precision", "proof_median", 2e-4, 1e-4, 0.5, 30.0, 200, 3e-7, 2)
 
 
 def pooled(who="ann", **changes):

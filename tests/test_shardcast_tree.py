@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 
 from protocol.envelope import open_envelope
-from protocol.errors import ReasonCode, TransportError
+from protocol.errors import ReasonCode, TransportError, UsageError
 from protocol.limits import SHARD_BYTES
 from shardcast.errors import ForkError, PublicationError, SourceError, StoreError
 from shardcast.layout import root_of_safetensors
@@ -375,6 +375,24 @@ async def test_fetch_works_without_following(small: MadeRun, tmp_path: Path) -> 
         assert len(set(policies)) == 1
         assert holds(policies[0], SMALL_SHAPES, seed=0)
         await puller.close()
+
+
+async def test_a_machine_without_room_stops_before_anything_is_fetched(small: MadeRun, tmp_path: Path) -> None:
+    """It learns the size with the first publication, which may come long after it began to follow."""
+
+    def refuse(size: int) -> None:
+        raise UsageError(f"{size} bytes do not fit")
+
+    async with publishing(small) as origin:
+        puller = Puller(small.run, lambda: [origin.server.url], tmp_path / "a")
+        puller.room_for = refuse
+        following = asyncio.create_task(puller.run_forever())
+        write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
+        size = sum(int(np.prod(shape)) * 4 for shape in SMALL_SHAPES.values())
+        with pytest.raises(UsageError, match=f"{size} bytes do not fit"):
+            await asyncio.wait_for(following, WAIT_S)
+        assert puller.bytes_received == 0
+        assert not any((tmp_path / "a" / "policies").iterdir())
 
 
 async def test_policies_are_verified_again_after_a_restart(small: MadeRun, tmp_path: Path) -> None:

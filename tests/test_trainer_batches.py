@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from trainer import batches, incoming, init
 from trainer.decoded import Decoded
 from trainer.trainable import Trainable, vocabulary_of
 from trainer.window import Window
+from verifier.claims import digest_of
 
 RULES = Trainable(64, 256)
 TOKENS = np.asarray([5, 6, 1], "<u4").tobytes()
@@ -165,15 +167,19 @@ class Refusals:
         self.prompt = np.full(prompt, 5, "<u4").tobytes()
 
     def check(
-        self, details: bytes, outcomes: int = 4, upload: bytes | None = None, digest: bytes | None = None
+        self,
+        details: bytes,
+        outcomes: int = 4,
+        upload: bytes | None = None,
+        digest: bytes | None = None,
+        pure: bool = True,
     ) -> None:
         stated = (Outcome(ACCEPT, "holds"),) * outcomes
         bound = blake3(details).digest() if digest is None else digest
         verdict = Verdict(bytes(16), self.submission.intent.digest, 1, stated, bound, 1)
         opens = lambda: batches.open_submission(self.blob if upload is None else upload, self.submission)  # noqa: E731
-        batches.check_details(
-            verdict, details, self.submission, self.lease, opens, RULES, lambda _env, _task: self.prompt, BOUND
-        )
+        prompts = lambda _env, _task: self.prompt  # noqa: E731
+        batches.check_details(verdict, details, self.submission, self.lease, opens, RULES, prompts, BOUND, pure=pure)
 
 
 def test_verdicts_whose_details_could_not_make_a_batch_are_refused(tmp_path: Path) -> None:
@@ -193,6 +199,32 @@ def test_verdicts_whose_details_could_not_make_a_batch_are_refused(tmp_path: Pat
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 22))
     with pytest.raises(DecodeError, match="another size than the intent"):
         check(details_of(lease), upload=bomb)
+
+
+def test_details_that_name_other_tokens_than_were_sent_are_refused(tmp_path: Path) -> None:
+    """Which rollouts are equal, and count once, is told by this hash: neither node nor validator may choose it."""
+    desk = Refusals(tmp_path)
+    details = codec.decode(VerdictDetails, details_of(desk.lease)).rollouts
+
+    def named(digest: bytes) -> bytes:
+        return codec.encode(VerdictDetails((*details[:-1], replace(details[-1], digest=digest))))
+
+    desk.check(named(digest_of(desk.prompt, TOKENS)))
+    desk.check(named(b""))  # a validator of an older release
+    for other in (bytes(16), digest_of(desk.prompt, TOKENS[4:]), digest_of(b"", TOKENS)):
+        with pytest.raises(DecodeError, match="rollout 3 was accepted with the hash of other tokens") as refused:
+            desk.check(named(other))
+        assert refused.value.code is ReasonCode.VERDICT_WRONG
+
+
+def test_where_scoring_is_not_pure_an_accepted_reward_may_be_another_than_the_claimed_one(tmp_path: Path) -> None:
+    desk = Refusals(tmp_path)
+    judged = details_of(desk.lease, reward=0.5)
+    with pytest.raises(DecodeError, match=r"with reward 0\.5, but it claims 0"):
+        desk.check(judged)
+    desk.check(judged, pure=False)
+    with pytest.raises(DecodeError, match="can't be trained on"):
+        desk.check(details_of(desk.lease, reward=1e30), pure=False)
 
 
 def floats(*values: float) -> bytes:

@@ -9,7 +9,8 @@ import pytest
 
 import trainer.drops
 from protocol import codec
-from protocol.records import DropEvidence, Lease
+from protocol.evidence import VerdictEvidence
+from protocol.records import REJECT, DropEvidence, Lease
 from tests.coordinator_desk import Desk
 from tests.scripted_swarm import actor_identity
 from trainer import batches, leases
@@ -247,3 +248,37 @@ async def test_one_turn_tests_one_node_when_that_takes_long(tmp_path: Path, monk
         seconds += trainer.drops.LATE_IDLE_SHARE * 0.2 + 1
     assert [node.key for node in tested] == keys[::-1]  # who waits longest comes first
     run.desk.close()
+
+
+async def test_who_was_suspended_is_heard_again_when_a_validator_lied_and_tested_again_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await beyond_chance(tmp_path, monkeypatch)
+    desk = run.desk
+    node = desk.state.nodes[actor_identity("node").public]
+    for _ in range(2):
+        await run.answer(desk.lease("other-0"))
+        desk.judging.drops._not_before = 0.0
+        desk.tick()
+    assert node.reason == "dropped-results"
+    first = node.suspended_index
+    liar = actor_identity("validator-0").public
+    said = next(v for s in desk.state.submissions.values() for v in s.verdicts.values() if v.validator == liar)
+    desk.book.append("evidence.verdict", VerdictEvidence(said.index, 0, REJECT, "proof-mismatch", 0.0, 0.0))
+    assert node.state != "suspended", "half of what was known is unknown now"
+    while waiting := [index for index in desk.book.window.unjudged if desk.open_jobs(index)]:
+        for index in waiting:  # the other validator looks at what the liar alone had accepted
+            await desk.judge(index)
+    for _ in range(3):
+        desk.judging.drops._not_before = 0.0
+        desk.tick()
+        while waiting := [index for index in desk.book.window.unjudged if desk.open_jobs(index)]:
+            for index in waiting:
+                await desk.judge(index)
+    assert (node.state, node.reason) == ("suspended", "dropped-results") and node.suspended_index != first
+    entries = [stored.entry() for stored in desk.book.ledger.entries()]
+    both = [codec.decode(DropEvidence, entry.body) for entry in entries if entry.event == "evidence.drop"]
+    assert len(both) == 2
+    for said_then in both:  # as an auditor of the whole archive computes each of them
+        assert drop_evidence(desk.state, node.key, desk.judging.drops.seen, said_then.upto) == said_then
+    desk.close()

@@ -11,20 +11,23 @@ import pytest
 
 from protocol import codec
 from protocol.chain import Revocation, RunUpdate, seal_update
-from protocol.errors import ReasonCode
+from protocol.errors import ReasonCode, UsageError
+from protocol.evidence import VerdictEvidence
+from protocol.evidence_rows import EvidenceRow
 from protocol.identity import load_identity
-from protocol.manifest import EvidenceRow
-from protocol.records import ACCEPT, NodeEvidence, Number, RolloutDetail
+from protocol.records import ACCEPT, REJECT, NodeEvidence, Number, RolloutDetail
+from protocol.run_files import update_file
 from protocol.state import NodeState
 from tests.coordinator_desk import Desk
 from tests.scripted_swarm import actor_identity
+from trainer import config, keys
 from trainer import evidence as evidence_module
 from verifier.archive import RunArchive
 from verifier.evidence_check import check_node_evidence
 from verifier.report import Report
 
 ROW_NAMES = ("precision", "proof_median")
-ROW = EvidenceRow(*ROW_NAMES, 10.0, 1.0, 0.5, 12.0, 200, 0.7)
+ROW = EvidenceRow(*ROW_NAMES, 10.0, 1.0, 0.5, 14.0, 200, 0.7, 2)
 HONEST, ROUGH = 0.7, 2.0
 
 Measure = Callable[[str, str], float]
@@ -135,8 +138,91 @@ async def test_what_a_validator_said_counts_no_more_once_trust_in_it_has_ended(t
     run.desk.book.append("run.updated", subject=update)
     run.desk.tick()
     after = evidence._sums.of(ann)[ROW_NAMES]
-    assert actor_identity("validator-0").public not in after.without and after.numbers <= before.numbers
+    assert actor_identity("validator-0").public not in after.validators and after.numbers <= before.numbers
     assert after.log_e < 1, "the other liar is the one that is left out"
+    run.desk.close()
+
+
+async def test_one_liar_of_three_shields_nobody_by_what_it_says_of_others(tmp_path: Path) -> None:
+    """It makes all honest nodes look bad and the dishonest one good. Before, that switched pooled evidence off."""
+
+    def measure(node: str, who: str) -> float:
+        return truth(node, who) if who != "validator-0" else 0.0 if node == "rough" else ROW.clip
+
+    run = Measured(tmp_path, measure=measure)
+    await run.rounds(("rough", "ann", "bob"), most=50)
+    assert run.node("rough").state == "suspended" and (await run.audit()).failures == []
+    assert {run.node(name).state for name in ("ann", "bob")} == {"active"}
+    run.desk.close()
+
+
+async def test_who_was_framed_is_heard_again_when_one_of_two_liars_is_found(tmp_path: Path) -> None:
+    lying = {"validator-0", "validator-1"}
+    run = Measured(tmp_path, measure=lambda node, who: ROW.clip if node == "ann" and who in lying else truth(node, who))
+    await run.rounds(("ann", "bob", "cid"))
+    assert run.node("ann").state == "suspended", "two liars of three can frame"
+    liar = actor_identity("validator-0").public
+    verdict = next(v for s in run.desk.state.submissions.values() for v in s.verdicts.values() if v.validator == liar)
+    run.desk.book.append("evidence.verdict", VerdictEvidence(verdict.index, 0, REJECT, "proof-mismatch", 0.0, 0.0))
+    run.desk.tick()
+    assert run.node("ann").state == "active" and "ann is suspended no more, but active" in run.desk.news()
+    report = await run.audit()
+    assert report.failures == [], "what was entered before followed from what was known then"
+    await run.lease("ann")
+    run.desk.close()
+
+
+async def test_a_dishonest_node_that_comes_back_by_it_is_suspended_again_by_what_is_left(tmp_path: Path) -> None:
+    run = Measured(tmp_path, validators=4)
+    await run.rounds(("rough", "ann", "bob"))
+    for _ in range(30):  # what others measured is enough without one of them, and without one more
+        await run.lease("ann")
+    first = run.node("rough").suspended_index
+    liar = actor_identity("validator-0").public
+    verdict = next(v for s in run.desk.state.submissions.values() for v in s.verdicts.values() if v.validator == liar)
+    run.desk.book.append("evidence.verdict", VerdictEvidence(verdict.index, 0, REJECT, "proof-mismatch", 0.0, 0.0))
+    assert run.node("rough").state == "active"
+    run.desk.here("rough")
+    for _ in range(30):
+        if run.node("rough").state == "suspended" or not run.desk.join("rough"):
+            break
+        await run.lease("rough")
+    rough = run.node("rough")
+    assert rough.state == "suspended" and rough.suspended_index != first
+    assert len(run.said()) == 2 and (await run.audit()).failures == []
+    run.desk.close()
+
+
+async def test_a_row_that_its_operator_withdraws_takes_back_what_it_did(tmp_path: Path) -> None:
+    run = Measured(tmp_path)
+    await run.rounds(("rough", "ann", "bob"))
+    assert run.node("rough").state == "suspended"
+    settings = config.load(run.desk.run_dir)
+    with pytest.raises(UsageError, match="sums up no margin_rate; it sums up proof_median"):
+        keys.withdraw(settings, "margin_rate", "a mistake", None)
+    done = keys.withdraw(settings, "proof_median", "a louder kind of machine", None)
+    assert (done["withdrawn"], done["left"]) == (["proof_median"], [])
+    run.desk.book.append("run.updated", subject=update_file(run.desk.run_dir, done["update"]).read_bytes())
+    run.desk.tick()
+    assert run.node("rough").state == "active" and "rough is suspended no more, but active" in run.desk.news()
+    assert (await run.audit()).failures == []
+    with pytest.raises(UsageError, match="it sums up nothing"):
+        keys.withdraw(settings, "all", "once more", None)
+    run.desk.close()
+
+
+async def test_rollouts_of_leases_from_before_a_row_count_nothing_under_it(tmp_path: Path) -> None:
+    """Who took those leases was held to nothing of the kind."""
+    run = Measured(tmp_path, row=replace(ROW, honest=5.0, clip=50.0))
+    assert await run.rounds(("rough", "ann", "bob"), most=20) == 20
+    root = load_identity(run.desk.run_dir / "keys" / "root.pem")
+    update = seal_update(root, run.desk.state.chain, RunUpdate(evidence=(ROW,)), sequence=9, issued_at=1)
+    run.desk.book.append("run.updated", subject=update)
+    run.desk.tick()
+    assert run.node("rough").state == "active"
+    assert run.desk.judging.evidence._sums.of(run.node("rough").key) == {}
+    await run.rounds(("rough", "ann", "bob"))
+    assert run.node("rough").state == "suspended" and (await run.audit()).failures == []
     run.desk.close()
 
 
@@ -166,12 +252,12 @@ async def test_nor_while_nobody_else_is_there_to_compare_with(tmp_path: Path) ->
 
 async def test_a_lower_bar_in_the_manifest_decides_otherwise(tmp_path: Path) -> None:
     taken = {}
-    for bar in (6.0, 18.0, 600.0):
+    for bar in (14.0, 24.0, 600.0):
         run = Measured(tmp_path / str(bar), row=replace(ROW, log_bar=bar))
         assert await run.rounds(("ann",), most=25) == 25
         taken[bar] = await run.rounds(("rough",), most=40)
         run.desk.close()
-    assert taken[6.0] < taken[18.0] < taken[600.0] == 40
+    assert taken[14.0] < taken[24.0] < taken[600.0] == 40
 
 
 async def test_a_restart_goes_on_with_the_same_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +309,7 @@ async def test_an_audit_names_evidence_that_does_not_follow(tmp_path: Path) -> N
         for name in ("ann", "bob"):
             await run.lease(name)
     ann, size = run.node("ann").key, run.desk.book.ledger.size
-    run.desk.book.append("evidence.node", NodeEvidence(ann, *ROW_NAMES, size, 48, 3, 13.0, 20.0, 2.0))
+    run.desk.book.append("evidence.node", NodeEvidence(ann, *ROW_NAMES, size, 48, 3, 15.0, 20.0, 2.0))
     assert run.node("ann").state == "suspended", "the fold can't read details"
     report = await run.audit()
     ((record, reason, message),) = [(f.record, f.reason, f.message) for f in report.failures]

@@ -131,18 +131,22 @@ def test_withheld_rollouts_are_caught_when_another_node_returned_them_before_the
     never_back = chain.lease("ann")
     chain.close_lease(never_back, "failed: engine-refused: out of memory")
     said[never_back] = [True] * 4
+    twice = chain.lease("ann")  # whoever is given it next lies
+    chain.close_lease(twice, "expired")
+    said[twice] = [True] * 4
+    judged(chain, chain.lease("bob", nonce=chain.leases[twice].nonce, tasks=(1,)), [R] * 2, [R] * 2)
     open_at_the_end = chain.lease("ann")
     said[open_at_the_end] = [True] * 4
     state = state_of(chain)
     log = log_of(tmp_path, chain, said)
     before = fate(tmp_path, state, "dropper", ANN, log)
-    assert (before["submitted"], before["identical"], before["dishonest"], before["caught"]) == (4, 4, 16, 0)
+    assert (before["submitted"], before["identical"], before["dishonest"], before["caught"]) == (4, 4, 20, 0)
     chain.append("evidence.drop", DropEvidence(ANN, len(chain.sink.entries), 3, 1, 40.0, -0.2, 0.2))
     chain.close_lease(open_at_the_end, "owner suspended: dropped-results")
     state = state_of(chain)
     assert state.nodes[ANN].state == "suspended"
     after = fate(tmp_path, state, "dropper", ANN, log)
-    assert (after["dishonest"], after["caught"]) == (16, 10), "what never came back is not attributed"
+    assert (after["dishonest"], after["caught"]) == (20, 12), "what never came back is not attributed"
     per_lease = 4 * chain.manifest.sampling.max_new_tokens
     assert after["first_caught_after_tokens"] == 2 * per_lease
 

@@ -156,6 +156,20 @@ def test_a_missing_or_unusable_measurement_of_honest_noise_is_said(
         load_thresholds("tiny")
 
 
+def test_a_bf16_run_of_longer_answers_than_were_measured_is_refused(tmp_path: Path) -> None:
+    """Of 3,840 honest rollouts of the tiny model 4 were rejected: they were 40 letters long, its calibration 7."""
+    longer = {"sampling.max_new_tokens": 48}
+    with pytest.raises(UsageError, match=r"up to 9 tokens.*is 48.*--tokens 0,48"):
+        make_run(tmp_path / "run", profile="bf16", overrides=longer)
+    assert not (tmp_path / "run").exists(), "nothing is written before everything is known"
+    measured = load_bf16_thresholds("tiny")
+    for name, run in (
+        ("own", make_run(tmp_path / "own", profile="bf16", overrides=longer, bf16=measured)),
+        ("fp32", make_run(tmp_path / "fp32", overrides=longer)),
+    ):
+        assert run.manifest.sampling.max_new_tokens == 48, name
+
+
 def test_a_bf16_run_carries_what_was_measured_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", profile="bf16")
     manifest, loaded = run.manifest, config.load(tmp_path / "run")

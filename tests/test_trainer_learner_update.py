@@ -22,8 +22,13 @@ from verifier.model import PolicyModel, load_policy
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     torch.set_num_threads(1)
-    directory = tmp_path_factory.mktemp("update") / "run"
-    return small_run(directory, 4, leases__tasks_per_step=8, leases__tasks_per_lease=8), directory
+    for number in range(50):
+        directory = tmp_path_factory.mktemp("update") / f"run-{number}"
+        run = small_run(directory, 4, leases__tasks_per_step=8, leases__tasks_per_lease=8)
+        sequences = _batch(run, directory).sequences
+        if len({(one.group, one.reward) for one in sequences}) > len({one.group for one in sequences}):
+            return run, directory
+    raise AssertionError("in 50 runs no group of answers has two rewards: there is nothing to learn from")
 
 
 def _base(made: tuple[Run, Path]) -> PolicyModel:
@@ -41,7 +46,11 @@ def _policy(made: tuple[Run, Path], dtype: torch.dtype = torch.float32) -> Polic
 
 @pytest.fixture(scope="module")
 def batch(made: tuple[Run, Path]) -> TrainingBatch:
-    run, directory = made
+    return _batch(*made)
+
+
+def _batch(run: Run, directory: Path) -> TrainingBatch:
+    """Step 0's, by seeds that follow from the run's id, which is another each time."""
     base = load_policy(directory / "model")
     path = batch_path(directory, 0)
     path.write_bytes(sample_batch(run, base, 0, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from protocol import distrust, draws
-from protocol.errors import ReasonCode
+from protocol.errors import DecodeError, ReasonCode
 from protocol.evidence import VerdictEvidence
-from protocol.records import ACCEPT, REJECT, Rollout
+from protocol.evidence_rows import EvidenceRow
+from protocol.identity import peer_id_text
+from protocol.records import ACCEPT, REJECT, Number, Rollout, RolloutDetail
 from tests.checked_run import CheckedRun
+from trainer.spot_request import Answer, Request, answer_s
 from verifier.audit import Options, audit
 
 
@@ -54,6 +58,7 @@ async def test_what_it_let_in_and_no_batch_took_is_judged_again_by_somebody_else
     run.here("validator-2", present=False)
     run.here("validator-0")
     await run.judge_all(honest)
+    run.here("validator-2", present=False)  # it may have been heard again, with a verdict
     waiting = run.work("bob")
     assert run.state.nodes[run.open_jobs(waiting)[0].validator].name in ("validator-0", "validator-1")
     for index in (false, honest):
@@ -172,6 +177,252 @@ async def test_a_validator_that_hands_other_numbers_to_the_learner_is_found(
     (said,) = run.accusations()
     assert (said.outcome, said.reason) == (ACCEPT, "verdict-wrong") and bound < said.difference < 2 * bound
     run.close()
+
+
+ROW = EvidenceRow("precision", "proof_median", 1e-3, 5e-5, 0.5, 14.0, 200, 2e-7, 2)
+"""Of the bound that these runs reject by, 1e-4."""
+
+
+def bent(name: str, by: float) -> Callable[[RolloutDetail], RolloutDetail]:
+    """The same details with more in one number."""
+
+    def bend(detail: RolloutDetail) -> RolloutDetail:
+        numbers = tuple(Number(one.name, one.value + by if one.name == name else one.value) for one in detail.numbers)
+        return dataclasses.replace(detail, numbers=numbers)
+
+    return bend
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_two_validators_of_three_that_frame_a_node_with_numbers_are_named_and_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """They judge as they should, and add to one number what condemns its owner. Without a check an audit names each of
+    their verdicts and nobody else's; a check of the coordinator's ends trust in them, and the node is left alone."""
+    monkeypatch.setattr(draws, "SPOT_CHECKS", share)
+    run = await CheckedRun.make(tmp_path, validators=3, evidence=(ROW,))
+    lying = {"validator-0", "validator-1"}
+    run.bends = dict.fromkeys(lying, bent("proof_median", 9e-4))
+    indices = []
+    for _ in range(6):
+        index = run.work("ann")
+        await run.judge_all(index)
+        await run.check()
+        for waiting in list(run.book.window.unjudged):
+            await run.judge_all(waiting)  # what the liars alone let in
+        indices.append(index)
+    name_of = lambda key: run.state.nodes[key].name  # noqa: E731
+    said = {
+        state.index: name_of(state.validator) for i in indices for state in run.state.submissions[i].verdicts.values()
+    }
+    suspended = {node.name for node in run.state.nodes.values() if node.reason == ReasonCode.VALIDATOR_WRONG}
+    if share:
+        assert suspended == lying & set(said.values()) and suspended
+        assert {one.number for one in run.accusations()} == {"proof_median"}
+        assert "handed over other numbers: proof_median is off by 0.0009" in run.news()
+    else:
+        assert suspended == set()
+    await run.seal()
+    report = audit(run.run_dir, Options())
+    named = {failure.record for failure in report.failures}
+    assert {one.reason for one in report.failures} == {ReasonCode.VERDICT_WRONG}
+    assert named == {f"verdict/{index}" for index, name in said.items() if name in lying} != set()
+    assert all("details give proof_median" in failure.message for failure in report.failures)
+    assert report.checks_silent == 0
+    run.close()
+
+
+async def test_a_lie_that_chance_allows_in_one_verdict_is_seen_over_all_of_a_validators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.5 times what one honest machine's noise may add, to each rollout: a group shows it from ten texts on."""
+    monkeypatch.setattr(draws, "SPOT_CHECKS", 0.0)
+    run = await CheckedRun.make(tmp_path, validators=2, evidence=(ROW,), leases__tasks_per_step=60)
+    run.bends = {"validator-0": bent("proof_median", 3e-5)}
+    for _ in range(8):
+        for name in ("ann", "bob"):
+            await run.judge_all(run.work(name))
+    await run.seal()
+    (failure,) = audit(run.run_dir, Options()).failures
+    liar = next(node.key for node in run.state.nodes.values() if node.name == "validator-0")
+    assert failure.reason == ReasonCode.VERDICT_WRONG and peer_id_text(liar) in failure.message
+    assert "in proof_median" in failure.message and "no one of them shows it" in failure.message
+    again = audit(run.run_dir, Options(jobs=1))
+    assert again.failures == [failure]
+    run.close()
+
+
+async def test_an_acceptance_that_leaves_out_what_the_run_sums_up_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would shield the node. Nothing of it is trained; another validator is drawn."""
+    run = await CheckedRun.make(tmp_path, evidence=(ROW,))
+    index = run.work("ann")
+    for numbers in ((), (Number("proof_median", 1e-7), Number("proof_median", 1e-7)), (Number("token_margin", 0.0),)):
+        with pytest.raises(DecodeError, match="without naming proof_median") as refused:
+            await run.judge(index, spoil=lambda one, numbers=numbers: dataclasses.replace(one, numbers=numbers))
+        assert refused.value.code == ReasonCode.VERDICT_WRONG
+    assert run.state.submissions[index].verdicts == {} and "verdict" not in run.events()
+    await run.judge_all(index)
+    assert {one.status for one in run.state.submissions[index].outcomes} == {"accepted"}
+    run.close()
+
+
+async def test_a_validator_that_rejects_honest_work_is_found_and_the_audit_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, "SPOT_CHECKS", 1.0)
+    run = await CheckedRun.make(tmp_path, validators=3)
+    run.refusing = {"validator-1"}
+    made = 0
+    while not run.accusations():
+        await run.judge_all(run.work("ann"))
+        await run.check()
+        made += 1
+        assert made <= 40, "a third of them went to it"
+    (said,) = run.accusations()
+    assert (said.outcome, said.reason) == (ACCEPT, "holds")
+    suspended = {node.name for node in run.state.nodes.values() if node.state == "suspended"}
+    assert suspended == {"validator-1"} and "it holds, also under narrower bounds" in run.news()
+    await run.seal()
+    report = audit(run.run_dir, Options())
+    assert {failure.reason for failure in report.failures} == {ReasonCode.VERDICT_WRONG}
+    assert f"verdict/{said.verdict}" in {failure.record for failure in report.failures}
+    run.close()
+
+
+async def test_checks_of_rejections_wait_for_all_others_and_take_a_tenth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends garbage makes them."""
+    monkeypatch.setattr(draws, "SPOT_CHECKS", 1.0)
+    monkeypatch.setattr("trainer.spot_checks.MAX_REJECTIONS", 3)
+    run = await CheckedRun.make(tmp_path, validators=3)
+    checks, now = run.judging.checks, [100.0]
+    checks.monotonic = lambda: now[0]
+    ask = run.process.ask
+
+    async def slow(request: Request) -> Answer:
+        now[0] += 2.0
+        return await ask(request)
+
+    run.process.ask = slow
+    bad = []
+    for name in ("mal", "mac", "max", "meg"):
+        bad.append(run.work(name, "tokens"))
+        await run.judge_all(bad[-1])
+    good = run.work("ann")
+    await run.judge_all(good)
+    assert list(checks.rejections) == bad[1:] and checks.counts()["left_out"] > 0
+    digests = lambda: [run.state.submissions[i].intent.digest for i in (good, *bad)]  # noqa: E731
+    await run.check()
+    assert [request.digest for request in run.process.asked] == digests()[:1] + digests()[2:3], "one, and then a pause"
+    now[0] += 17.0
+    assert not await checks.turn()
+    now[0] += 1.5
+    assert await checks.turn() and not await checks.turn()
+    assert "evidence.verdict" not in run.events(), "who rejects garbage is right"
+    run.close()
+
+
+async def late_confirmations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int
+) -> tuple[CheckedRun, list[float], list[Request]]:
+    """A run in which a lie was seen once; so many confirmations come to nothing."""
+    monkeypatch.setattr(draws, "SPOT_CHECKS", 1.0)
+    run = await CheckedRun.make(tmp_path, liars={"validator-0", "validator-1"})
+    now, late, left = [0.0], [], [answers]
+
+    def install() -> None:
+        run.judging.checks.monotonic = lambda: now[0]
+        ask = run.process.ask
+
+        async def busy(request: Request) -> Answer:
+            if request.confirm and left[0]:
+                left[0] -= 1
+                late.append(request)
+                return Answer(failed="the checking process ended or was late: TimeoutError")
+            return await ask(request)
+
+        run.process.ask = busy
+
+    reopen = run.open
+    run.open = lambda: (reopen(), install())
+    install()
+    await run.judge_all(run.work("mal", "reward"))
+    await run.check()
+    return run, now, late
+
+
+async def test_a_lie_whose_confirmation_is_late_is_tried_again_with_more_time_also_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now, late = await late_confirmations(tmp_path, monkeypatch, answers=3)
+    counts = run.judging.checks.counts()
+    assert len(late) == 1 and counts["unconfirmed"] == 2 and counts["left_out"] == counts["waiting"] == 0
+    assert "evidence.verdict" not in run.events() and run.news().count("could not be made a second time yet") == 1
+    assert not await run.judging.checks.turn(), "not at once"
+    now[0] += 31.0
+    await run.check()
+    run.close()
+    run.open()
+    assert run.judging.checks.counts()["unconfirmed"] == 2, "kept over a restart"
+    await run.check()
+    assert [request.deadline_s for request in late] == [300.0, 600.0, 1200.0]
+    now[0] += 3600.0
+    await run.check()
+    assert [one.reason for one in run.accusations()] == ["reward-mismatch"]
+    counts = run.judging.checks.counts()
+    assert counts["unconfirmed"] == counts["left_out"] == 0 and counts["contradicted"] == 1
+    run.close()
+
+
+async def test_a_lie_that_can_never_be_confirmed_is_given_up_at_last_said_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now, late = await late_confirmations(tmp_path, monkeypatch, answers=1000)
+    for _ in range(100):
+        now[0] += 4000.0
+        await run.check()
+    assert len(late) == 8 and late[-1].deadline_s == 7200.0
+    counts = run.judging.checks.counts()
+    assert counts["unconfirmed"] == 2 and counts["left_out"] == 0 and not run.judging.checks.suspects
+    assert "is given up" in run.news() and run.accusations() == []
+    run.close()
+    run.open()
+    assert run.judging.checks.counts()["unconfirmed"] == 2
+    run.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"checked": 1, "left_out": 0, "since": 0, "suspects": 7}',
+        '{"checked": 1, "left_out": 0, "since": 0, "suspects": [{"submission": 999, "tries": 0, "drawn": [[1, 0]]}]}',
+        '{"checked": 1, "left_out": 0, "since": 0, "suspects": [{"submission": 9, "tries": 1e999, "drawn": []}]}',
+        "[" * 50_000,
+    ],
+    ids=lambda text: text[:60],
+)
+async def test_a_file_of_counts_that_is_none_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(draws, "SPOT_CHECKS", 1.0)
+    run = await CheckedRun.make(tmp_path)
+    index = run.work("ann")
+    await run.judge_all(index)
+    run.close()
+    (run.run_dir / "state" / "checks.json").write_text(text)
+    run.open()
+    checks = run.judging.checks
+    assert list(checks.waiting) == [index] and not checks.suspects and checks.checked == 0
+    run.close()
+
+
+def test_a_deadline_grows_with_the_tokens_and_with_each_time_it_was_missed() -> None:
+    assert answer_s(10) == 300.0 and answer_s(10_000) == 500.0 and answer_s(10**9) == 7200.0
+    assert [answer_s(10, tries) for tries in (0, 1, 3, 99)] == [300.0, 600.0, 2400.0, 7200.0]
 
 
 async def test_a_machine_that_falls_behind_leaves_checks_out_and_counts_them(

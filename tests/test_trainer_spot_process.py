@@ -81,7 +81,14 @@ def test_requests_and_answers_are_the_same_after_their_journey() -> None:
     from protocol.evidence import VerdictEvidence
     from trainer.spot_request import Said
 
-    request = Request(b"lease", b"\1" * 32, 7, (0, 3), (Said(9, 2, b"\2" * 32, (0, 1, 2, 0)),), True)
+    request = Request(
+        b"lease",
+        b"\1" * 32,
+        7,
+        (0, 3),
+        (Said(9, 2, b"\2" * 32, (0, 1, 2, 0), ("holds", "format", "x", "holds")),),
+        True,
+    )
     assert Request.from_json(request.to_json()) == request
     answer = Answer(3, True, (VerdictEvidence(9, 3, 1, "proof-mismatch", 0.0, 0.5),), "why")
     assert Answer.from_json(answer.to_json()) == answer

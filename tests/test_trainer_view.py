@@ -294,7 +294,7 @@ def test_status_of_a_run_that_never_ran_knows_its_steps_and_of_a_demo_how_it_goe
     assert "step 0/12" in "\n".join(plain(line) for line in screen(take_picture(run, new_picture(run)), 120))
     (run / "demo.json").write_text('{"kinds": []}')
     (run / "status.json").write_text(json.dumps(picture().status | {"phase": "stopped"}))
-    text = "\n".join(plain(line) for line in screen(take_picture(run, new_picture(run)), 160))
+    text = "\n".join(plain(line) for line in screen(take_picture(run, new_picture(run)), 300))  # tmp_path may be long
     assert f"trainer demo --resume {run} goes on" in text
     assert not any(command in text for command in ("trainer serve", "trainer learn", "shardcast publish"))
 

@@ -9,7 +9,7 @@ import pytest
 from protocol import codec, draws
 from protocol.envelope import parse
 from protocol.errors import ReasonCode
-from protocol.manifest import EvidenceRow
+from protocol.evidence_rows import EvidenceRow
 from protocol.records import ACCEPT, REJECT, DrawsOpened, DropEvidence, JobDrawn, NodeEvidence, Verdict
 from protocol.segments import SealedEntry
 from shardcast.records import Head
@@ -29,7 +29,7 @@ def late(builder):
     chain = builder.chain
     chain.join("cat", "inference")
     strict = replace(chain.manifest.thresholds, logprob=-1.0)
-    row = EvidenceRow("precision", "proof_median", 3e-6, 1e-6, 0.5, 20.0, 200, 3e-7)
+    row = EvidenceRow("precision", "proof_median", 3e-6, 1.5e-6, 0.5, 20.0, 200, 3e-7, 2)
     rules = {"thresholds": strict, "evidence": (row,)}
     chain.update(**rules, rotate={"coordinator": "coordinator-2"}, note="nothing passes any more")
     builder.work("cat", 1, builder.policy_of(1), (150, 151), honest=True, refused=True)
@@ -325,7 +325,7 @@ def test_the_listing_says_what_the_new_entries_mean(changed, capsys):
     assert cli.main(["ledger", str(changed.root)]) == 0
     out = capsys.readouterr().out
     for words in (
-        "update 1: new coordinator, thresholds (nothing passes any more)",
+        "update 1: new coordinator, thresholds, evidence (nothing passes any more)",
         "period 0: 0.1 checked twice",
         "gave up 5 leases with +0.1 and returned 5 with +0.5: log e 20",
         "round 1 of submission",

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from protocol.errors import UsageError
 from protocol.records import Lease
 from tests.archive_builder import build_archive, copy_archive, invert_verdicts
-from verifier import blocks, cli, derive, judge, model, workers
+from verifier import blocks, cli, compare, derive, judge, model, workers
 from verifier.archive import RunArchive, SubmissionFact
 from verifier.audit import Options, audit
-from verifier.derive import Derivation, Part, parts
+from verifier.derive import Begun, Derivation, Part, parts
 from verifier.resume import MAGIC, Kept
-from verifier.workers import Died, affordable, derive_all
+from verifier.workers import Died, affordable, derive_all, signals_later
 
 ROLLOUTS = 36
 
@@ -91,9 +91,8 @@ def test_the_report_is_the_same_from_any_number_of_processes(built, copy):
 
 
 def test_another_machine_decides_the_same(built, copy, monkeypatch):
-    """Threads, batches and tiles of another size give other roundings, and the same outcomes and records."""
+    """Batches and tiles of another size give other roundings, and the same outcomes and records."""
     one = audit(copy, Options(jobs=1))
-    monkeypatch.setattr(workers, "THREADS", 2)
     monkeypatch.setattr(model, "_PREFILL_TOKENS", 16)
     monkeypatch.setattr(judge, "_TILE_LOGITS", 64)
     monkeypatch.setattr(blocks, "_CACHED_TOKENS", 16)
@@ -129,15 +128,54 @@ def test_what_a_process_was_at_when_it_ended_could_not_be_checked_and_the_rest_i
     assert report.rollouts_checked == report.rollouts_held == ROLLOUTS - 4
 
 
-def test_processes_that_all_end_are_not_started_for_ever(copy, monkeypatch):
+def counted_starts(monkeypatch):
     started = []
     new = workers._Worker.__init__
     monkeypatch.setattr(workers._Worker, "__init__", lambda self, *args: (started.append(1), new(self, *args))[1])
-    in_the_processes(monkeypatch, lambda index: os.kill(os.getpid(), signal.SIGKILL))
-    report = audit(copy, Options(jobs=2))
-    assert report.rollouts_checked == 0 and report.exit_code == 2
-    assert {record for record, _ in report.unchecked} == {f"submission/{index}" for index in order(copy)}
-    assert len(started) <= 2 + workers.MOST_DEATHS
+    return started
+
+
+def test_submissions_that_kill_the_process_that_reads_them_cost_themselves_alone(copy, monkeypatch):
+    """However many come one after another, in one part or over several."""
+    poison = set(order(copy)[: len(order(copy)) - 2])
+    assert len(poison) > 2 * workers.MOST_DEATHS
+    started = counted_starts(monkeypatch)
+    in_the_processes(monkeypatch, lambda index: os.kill(os.getpid(), signal.SIGKILL) if index in poison else None)
+    report = audit(copy, Options(jobs=1))
+    assert {record for record, _ in report.unchecked} == {f"submission/{index}" for index in poison}
+    assert report.rollouts_checked == report.rollouts_held == ROLLOUTS - 4 * len(poison) and report.exit_code == 2
+    assert len(started) <= 1 + len(poison)
+
+
+def test_weights_that_end_every_process_are_given_up_and_so_is_a_machine_that_loads_none(monkeypatch):
+    """Each policy is tried again first: memory may be short for a while."""
+
+    def deriving(bad):
+        def derive_part(part):
+            if part.step in bad:
+                os._exit(3)
+            for index in part.submissions:
+                yield Begun(index)
+                yield Derivation(index)
+
+        return derive_part
+
+    todo = [Part(0, step, (10 * step + 1, 10 * step + 2)) for step in range(5) for _ in (0, 1)]
+
+    def run(bad):
+        events = list(derive_all(todo, deriving(bad), 1))
+        died = [(event.part, event.why) for event in events if isinstance(event, Died)]
+        assert all("while they loaded the weights" in why for _, why in died)
+        return [part.step for part, _ in died], sum(isinstance(event, Derivation) for event in events)
+
+    with monkeypatch.context() as patch:
+        tries = counted_starts(patch)
+        assert run({1}) == ([1, 1], 16) and len(tries) == 2 + workers.MOST_DEATHS - 1
+    with monkeypatch.context() as patch:
+        tries = counted_starts(patch)
+        gone, derived = run({0, 1, 2, 3, 4})
+        assert sorted(gone) == sorted(part.step for part in todo) and derived == 0
+        assert len(tries) == workers.MOST_DEATHS**2
 
 
 def test_a_process_that_says_nothing_is_stopped():
@@ -197,6 +235,7 @@ def test_processes_end_with_an_audit_that_is_killed():
 def test_as_many_processes_as_there_is_memory_for():
     assert affordable(8, 4 << 20, 64 << 10) == 8 and affordable(8, 4 << 20, None) == 8
     assert affordable(8, 270 << 20, 4096) == 2 and affordable(8, 270 << 20, 100) == 1
+    assert affordable(8, 0, 3 * 1024) == 2  # compiled loops are counted, too
 
 
 lengths = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(1, 9)), max_size=8)
@@ -379,7 +418,8 @@ def test_what_was_derived_while_a_verdicts_details_were_away_is_not_kept(copy, s
     path.unlink()
     interrupted(copy, options, at=ROLLOUTS)
     path.write_bytes(raw)
-    monkeypatch.setattr("verifier.derive.differs", lambda *args: "it differs")
+    other = lambda self, positions: [compare.Difference(i, "reward", 1.0, "differ") for i in positions]  # noqa: E731
+    monkeypatch.setattr(compare.Held, "differences", other)
     report = audit(copy, options)
     assert fact.record in {failure.record for failure in report.failures}, "it was compared at last"
 
@@ -420,3 +460,24 @@ def test_a_place_that_is_none_is_refused_before_anything_is_written(copy, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(mine))
     report = audit(copy, Options(resume=True))
     assert report.exit_code == 0 and "begins anew" in report.notes[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_a_fork_is_heard_after_it(number):
+    """Python drops what is raised in its hooks around a fork: an audit that was told to stop there went on."""
+
+    class StopError(Exception):
+        pass
+
+    def leave(number, frame):
+        raise StopError
+
+    before = signal.signal(number, leave)
+    try:
+        went_on = False
+        with pytest.raises(StopError), signals_later():
+            signal.raise_signal(number)
+            went_on = True
+        assert went_on and signal.getsignal(number) is leave
+    finally:
+        signal.signal(number, before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +24,13 @@ from protocol.manifest import PROFILES, Bf16Thresholds, open_manifest
 from protocol.records import ACCEPT, Rollout, RolloutDetail, Submission
 from tests.judge_rig import TINY, Rig, make_rig, open_run, random_policy, reasons, tokens_of, words
 from tests.test_verifier_judge import without_top_layer
-from verifier import blocks, fused, profiles, toploc
+from verifier import blocks, fused, points, profiles, toploc
 from verifier.errors import VerifierError
 from verifier.judge import Judgement, judge
 from verifier.model import PolicyModel, load_policy, prompt_ids
 from verifier.profiles import load_to_sample, load_to_verify
+from verifier.statistics import measured as measured_of
+from verifier.statistics import values
 
 NOISE = Path(__file__).parents[1] / "verifier" / "data"
 
@@ -50,7 +53,9 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     random_policy(folder, 1)
     sampler = load_to_sample(folder, "bf16").model
     verifier = load_to_verify(folder, "bf16")
-    rig = make_rig(verifier, make("word"), 2, 5, 180, (1,), bf16=measured("tiny"), generator=sampler)
+    # of a chunk of one row, all 48 values are points: nobody measured this model's, so the ceilings hold
+    bf16 = dataclasses.replace(measured("tiny"), short_exponents=32, short_mantissa=16.0)
+    rig = make_rig(verifier, make("word"), 2, 5, 180, (1,), bf16=bf16, generator=sampler)
     return dataclasses.replace(rig, policy_folder=folder)
 
 
@@ -97,14 +102,18 @@ def test_honest_rollouts_hold_whatever_the_decoding_batch(name: str, request: py
         submission = rig.answer(batch_rows=rows)
         judged = rig.judge(submission)
         assert set(reasons(judged)) == {"holds"}
-        assert 0.5 < max(column(judged, "mantissa_mean")) <= limits.rollout_mantissa
+        enough = [len(rollout.proofs) >= limits.rollout_chunks for rollout in submission.rollouts]
+        means = column(judged, "mantissa_mean")
+        assert max(means) > 0.5 and max(itertools.compress(means, enough), default=0) <= limits.rollout_mantissa
         assert max(column(judged, "exponents")) <= limits.chunk_exponents / 1.5
         assert max(column(judged, "token_margin")) <= limits.token_margin / 3
         assert max(column(judged, "logprob_error")) <= limits.logprob / 2
         assert max(map(abs, column(judged, "mismatch_kl"))) <= 0.1
         for rollout, detail in zip(submission.rollouts, judged.details, strict=True):
             assert detail.logprobs == rollout.logprobs, "the node's, whose rounding chose the tokens"
-            assert {len(chunk) for chunk in rollout.proofs} == {258}
+            rows = points.chunk_rows(len(rollout.tokens) // 4)
+            sizes = [toploc.proof_bytes(count, rig.policy.hidden, limbs=1) for count in rows]
+            assert [len(chunk) for chunk in rollout.proofs] == sizes and set(sizes[:-1]) <= {258}
 
 
 def test_details_hold_the_numbers_that_evidence_is_made_from(long: Rig) -> None:
@@ -113,12 +122,13 @@ def test_details_hold_the_numbers_that_evidence_is_made_from(long: Rig) -> None:
         found = numbers(detail)
         assert set(found) == {
             "mantissa_mean", "exponents", "token_margin", "margin_sum", "tokens_not_first", "logprob_error",
-            "mismatch_kl",
+            "mismatch_kl", "mismatch_k3",
         }  # fmt: skip
         assert all(np.isfinite(value) for value in found.values())
         assert found["token_margin"] <= found["margin_sum"]
         assert (found["tokens_not_first"] == 0) == (found["margin_sum"] == 0)
         assert abs(found["mismatch_kl"]) <= found["logprob_error"] < 1 and len(rollout.logprobs) == len(rollout.tokens)
+        assert 0 < found["mismatch_k3"] < found["logprob_error"] ** 2
     assert sum(column(judged, "tokens_not_first")) > 0, "rounding decides some tokens, and no rollout is forgiven them"
 
 
@@ -219,6 +229,67 @@ def test_log_probabilities_that_are_trained_on_must_agree_each_and_together(long
         assert long.only(at, shifted(rollout, slice(likely, likely + 1), above)) == "logprob-mismatch"
 
 
+def pooled(judged: Judgement, statistic: str, samples: int) -> list[float]:
+    return values(statistic, measured_of(judged.verdict_details(), judged.outcomes, samples))
+
+
+def test_claims_that_lean_within_every_bound_are_accepted_and_add_up(tiny: Rig) -> None:
+    """The lie steers what is trained on, by e^sum of a rollout's ratio: nothing is rejected for it, so it counts."""
+    limits = tiny.run.manifest.bf16
+    assert limits is not None
+
+    def leaning(rollout: Rollout) -> Rollout:
+        count = len(rollout.tokens) // 4
+        by = min(0.8 * limits.logprob, 0.8 * (limits.logprob + limits.logprob_mean * count) / count)
+        return shifted(rollout, slice(None), -by)
+
+    honest, judged = tiny.judge(tiny.honest), tiny.judge(with_rollouts(tiny, leaning))
+    assert set(reasons(judged)) == {"holds"}
+    below = pooled(judged, "lean_below", 8)
+    assert len(below) == len(pooled(honest, "lean_below", 8)) and min(below) == 2.0
+    assert np.mean(pooled(honest, "lean_below", 8)) == pytest.approx(1.0, abs=0.15)
+    assert pooled(judged, "lean_above", 8) == [0.0] * len(below)
+
+
+def test_claims_that_cancel_have_no_lean_and_a_divergence(long: Rig) -> None:
+    limits = long.run.manifest.bf16
+    assert limits is not None
+
+    def zigzag(rollout: Rollout) -> Rollout:
+        """Too low on even tokens and as much too high on odd ones, where there is room below 0."""
+        own = np.frombuffer(rollout.logprobs, "<f4").copy()
+        free = np.flatnonzero(own < -limits.logprob / 2)
+        free = free[: len(free) // 2 * 2]
+        own[free] += np.where(np.arange(len(free)) % 2, 0.5, -0.5).astype("<f4") * np.float32(limits.logprob)
+        return dataclasses.replace(rollout, logprobs=own.tobytes())
+
+    honest, judged = long.judge(long.honest), long.judge(with_rollouts(long, zigzag))
+    assert set(reasons(judged)) == {"holds"}
+    before, after = (np.array(column(one, "mismatch_kl")) for one in (honest, judged))
+    assert np.abs(after - before).max() < 1e-5, "the sum, which moves a rollout's ratio, is as it was"
+    assert min(pooled(judged, "mismatch_k3", 5)) > 10 * max(pooled(honest, "mismatch_k3", 5))
+
+
+def test_equal_claims_hide_no_rollout_of_a_task_from_what_is_summed_up(tiny: Rig) -> None:
+    """A node that claims one vector for all answers of a length, within the bounds, and so would be counted once."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, rollout in enumerate(tiny.honest.rollouts):
+        groups.setdefault((rollout.task, len(rollout.tokens)), []).append(i)
+    rollouts = list(tiny.honest.rollouts)
+    for group in groups.values():
+        claims = np.stack([np.frombuffer(tiny.honest.rollouts[i].logprobs, "<f4") for i in group])
+        middle = np.minimum((claims.max(0) + claims.min(0)) / 2, 0).astype("<f4")
+        for i in group:
+            rollouts[i] = dataclasses.replace(rollouts[i], logprobs=middle.tobytes())
+    wide = with_limits(tiny, logprob=1e3)
+    honest, judged = wide.judge(tiny.honest), wide.judge(dataclasses.replace(tiny.honest, rollouts=tuple(rollouts)))
+    assert set(reasons(judged)) == {"holds"}
+    different = {(rollout.task, rollout.tokens) for rollout in rollouts}
+    assert len({rollout.logprobs for rollout in rollouts}) < len(different)
+    assert pooled(judged, "mantissa_mean", 8) == pooled(honest, "mantissa_mean", 8)
+    assert len(pooled(judged, "mantissa_mean", 8)) == len(different)
+
+
 # --- thresholds -----------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +324,21 @@ def test_sums_have_their_own_bounds_and_short_rollouts_no_mean(long: Rig) -> Non
     strict = with_limits(long, rollout_mantissa=0.0).judge(long.honest)
     for rollout, reason in zip(long.honest.rollouts, reasons(strict), strict=True):
         assert reason == ("proof-mismatch" if len(rollout.proofs) >= 4 else "holds")
+
+
+def test_the_chunk_in_which_an_answer_ends_has_bounds_of_its_own(long: Rig) -> None:
+    lengths = [len(rollout.tokens) // 4 for rollout in long.honest.rollouts]
+    assert {length % 32 > 0 for length in lengths} == {True} and {length >= 32 for length in lengths} == {True, False}
+    for strict, kind in (({"chunk_mantissa": 0.01}, "whole"), ({"chunk_exponents": 0}, "whole"),
+                         ({"short_mantissa": 0.01}, "short")):  # fmt: skip
+        judged = with_limits(long, **strict).judge(long.honest)
+        for length, reason, detail in zip(lengths, reasons(judged), judged.details, strict=True):
+            fails = kind == "short" or length >= 32
+            assert reason == ("proof-mismatch" if fails else "holds")
+            if fails and "chunk_exponents" not in strict:
+                assert numbers(detail)["chunk_at"] == (0 if kind == "whole" else length // 32)
+    both = with_limits(long, chunk_mantissa=0.01, short_mantissa=0.0).judge(long.honest)
+    assert set(reasons(both)) == {"proof-mismatch"}, "0 is a whole chunk's bound, as before there were two"
 
 
 # --- things that do not belong together -----------------------------------------------------------------------------

@@ -16,13 +16,18 @@ from blake3 import blake3
 
 from protocol import codec
 from protocol.manifest import Bf16Thresholds
+from tests.judge_rig import random_policy
 from tests.moe_rig import moe_model, save_policy
+from verifier.calibrate import summary
 from verifier.cli import main
 from verifier.errors import CalibrationError
 from verifier.thresholds import (
+    SAFETY,
+    STALE_SEEN,
     Bf16Measurement,
     Measurement,
     bf16_thresholds,
+    blind_to,
     read,
     route_thresholds_of,
     thresholds,
@@ -60,7 +65,7 @@ BF16 = Bf16Measurement(
     profile="bf16", decode_batches=(1,), prefill_batches=(1,), contexts=(0, 512), attention=("sdpa",), threads=(1,),
     rollouts=300, tokens=1000, chunks=300, shortest=2, longest=200, exponents=7, chunk_mantissa=1.7,
     rollout_mantissa=1.6, token_margin=0.4, margin_mean=0.004, logprob=0.2, logprob_mean=0.005, tokens_not_first=9,
-    mantissa_mean=1.2, margin_sum_mean=0.3,
+    mantissa_mean=1.2, margin_sum_mean=0.3, short_chunks=250, short_exponents=8, short_mantissa=1.9,
 )  # fmt: skip
 
 
@@ -81,15 +86,27 @@ def test_thresholds_stay_above_five_times_the_noise_and_below_the_ceiling() -> N
             thresholds(dataclasses.replace(MEASURED, **{field: value}))
 
 
+def test_a_bound_that_no_longer_shows_one_step_old_weights_is_said() -> None:
+    """All 64 chunks of weights one step old that were measured lie above 4.5e-6; a profile may go up to 1e-5."""
+    assert blind_to(MEASURED) == blind_to(BF16) == []
+    assert blind_to(dataclasses.replace(MEASURED, proof_median=STALE_SEEN / SAFETY)) == []
+    loud = dataclasses.replace(MEASURED, proof_median=1.2e-6)
+    (text,) = blind_to(loud)
+    assert "bound of 6e-06" in text and "one step old" in text
+    assert text in summary(loud, Path("noise.json")) and text not in summary(MEASURED, Path("noise.json"))
+
+
 @pytest.mark.parametrize(
     ("field", "bound", "quiet", "lowest", "loud", "raised", "too_loud"),
     [
         ("exponents", "chunk_exponents", 8, 16, 12, 24, 17),
         ("chunk_mantissa", "chunk_mantissa", 2.0, 4.0, 4.0, 8.0, 5.1),
+        ("short_exponents", "short_exponents", 8, 16, 12, 24, 17),
+        ("short_mantissa", "short_mantissa", 2.0, 4.0, 4.0, 8.0, 8.1),
         ("rollout_mantissa", "rollout_mantissa", 1.6, 2.5, 2.0, 3.0, 2.7),
         ("token_margin", "token_margin", 0.5, 1.5, 1.0, 3.0, 1.4),
         ("margin_mean", "margin_mean", 0.006, 0.02, 0.01, 0.03, 0.021),
-        ("logprob", "logprob", 0.25, 0.75, 0.4, 1.2, 0.51),
+        ("logprob", "logprob", 0.25, 0.75, 0.4, 1.2, 1.01),
         ("logprob_mean", "logprob_mean", 0.006, 0.02, 0.02, 0.06, 0.034),
     ],
 )
@@ -106,6 +123,12 @@ def test_bf16_thresholds_rise_with_the_noise_up_to_a_ceiling(
             of(value)
     others = {name for name in Bf16Thresholds.__dataclass_fields__ if not name.startswith("measured") and name != bound}
     assert all(getattr(of(loud), name) == getattr(bf16_thresholds(BF16), name) for name in others)
+
+
+def test_where_answers_end_was_measured_or_the_ceilings_hold() -> None:
+    never = bf16_thresholds(dataclasses.replace(BF16, short_chunks=0, short_exponents=0, short_mantissa=0.0))
+    assert (never.short_exponents, never.short_mantissa) == (32, 16.0)
+    assert never.chunk_bounds(32) == (16, 4.0) and never.chunk_bounds(31) == (32, 16.0)
 
 
 def test_a_bf16_measurement_says_how_much_it_can_promise() -> None:
@@ -218,18 +241,37 @@ def test_bf16_engines_of_two_kernels_are_measured_behind_two_lengths_of_prompt(
     assert main(["calibrate", MODEL, sockets["fp32"], sockets["bf16"], *options]) == 2
     assert "different profiles" in capsys.readouterr().err and not out.exists()
     both = ["calibrate", MODEL, sockets["bf16"], sockets["eager"], *options]
-    words = [*both, "--contexts", "0,100", "--tokens", "9"]
+    words = [*both, "--contexts", "0,20", "--tokens", "2,9"]
     monkeypatch.setattr(sys, "argv", ["verifier", *words])
     assert main(words) == 0
     measured = read(out)
     assert isinstance(measured, Bf16Measurement)
-    assert measured.rollouts == 2 * 2 * 2 * 2 and measured.shortest == measured.longest == 9
-    assert "eager attention" in measured.engine and measured.contexts == (0, 100)
-    assert 0.5 < measured.mantissa_mean < measured.chunk_mantissa < 3 and measured.rollout_mantissa == 0
+    assert measured.rollouts == 2 * 2 * 2 * 2 * 2 and (measured.shortest, measured.longest) == (2, 9)
+    assert measured.chunks == measured.short_chunks == 32
+    assert "eager attention" in measured.engine and measured.contexts == (0, 20)
+    assert 0.5 < measured.mantissa_mean < measured.short_mantissa < 5, "answers of 2 tokens are the loud ones"
+    assert (measured.exponents, measured.chunk_mantissa, measured.rollout_mantissa) == (0, 0.0, 0.0), (
+        "no chunk is whole"
+    )
+    assert 0 < measured.mismatch_k3_mean < measured.logprob**2 and 0.3 < measured.lean_above_mean < 1.7
+    assert 0 < measured.lean_deviation <= 1
     limits = bf16_thresholds(measured)
-    assert limits.measured_chunk_mantissa == measured.chunk_mantissa and limits.false_rejects == 3 / 16
+    assert limits.short_mantissa == max(4.0, 2 * measured.short_mantissa) and limits.false_rejects == 3 / 32
     assert measured.command.startswith("verifier calibrate tiny --engine-socket=bf16 "), "the file is published"
-    assert measured.command.endswith("--out noise.json --contexts 0,100 --tokens 9")
+    assert measured.command.endswith("--out noise.json --contexts 0,20 --tokens 2,9")
+
+
+@pytest.mark.usefixtures("patience")
+def test_whole_chunks_and_those_in_which_an_answer_ends_are_told_apart(engines: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "noise.json"
+    options = ["--rollouts", "2", "--batches", "2", "--threads", "1", "--attention", "sdpa", "--out", str(out)]
+    random_policy(tmp_path / "model", 1)
+    model = str(tmp_path / "model")
+    assert main(["calibrate", model, f"--engine-socket={engines['bf16']}", *options, "--tokens", "40"]) == 0
+    measured = read(out)
+    assert isinstance(measured, Bf16Measurement)
+    assert measured.chunks == 4 and measured.short_chunks == 2
+    assert 0 < measured.chunk_mantissa != measured.short_mantissa > 0, "the second has 8 rows"
 
 
 @pytest.mark.usefixtures("patience")
@@ -244,8 +286,11 @@ def test_an_engine_of_a_mixture_of_experts_is_measured_with_its_routes(
     assert measured.route_choices > 4 * 12 and 0 < measured.route_scores < 1e-5
     found = route_thresholds_of(measured)
     assert found is not None and found.margin >= 2e-5 and found.measured_choices == measured.route_choices
+    assert 0 < measured.route_scores_mean < measured.route_scores and 0 < measured.route_level < 0.1
+    assert found.not_first == 8 and 0 < found.not_first_rate < 1e-3
+    said = capsys.readouterr().out
+    assert "shortfall of a choice of experts" in said and "share of choices turned, beyond 8" in said
     assert json.loads(out.read_text())["routes"] == dataclasses.asdict(found)
-    assert "shortfall of a choice of experts" in capsys.readouterr().out
     edited = json.loads(out.read_text())
     edited["routes"]["margin"] *= 10
     out.write_text(json.dumps(edited))

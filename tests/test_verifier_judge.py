@@ -20,19 +20,23 @@ import torch
 import zstandard
 
 from environments.registry import make
+from environments.word import Word
 from protocol import codec
 from protocol.errors import DecodeError, ReasonCode
 from protocol.records import (
     FINISH_EOS,
     FINISH_LENGTH,
     INCONCLUSIVE,
+    Lease,
     Rollout,
 )
 from tests.judge_rig import TINY, Rig, make_rig, random_policy, reasons, tokens_of, words
 from verifier import toploc
+from verifier.claims import contradiction, scored_purely
 from verifier.errors import PolicyError, VerifierError
 from verifier.judge import decompress_submission, judge, judge_upload
 from verifier.model import PolicyModel, load_policy, prompt_ids
+from verifier.statistics import measured, values
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +314,39 @@ def test_a_reward_that_is_not_earned_is_a_mismatch(tiny: Rig) -> None:
     j, won = position_of(tiny, lambda r: r.reward == 1.0)
     assert tiny.only(j, dataclasses.replace(won, reward=0.0)) == "reward-mismatch"
     assert tiny.only(j, dataclasses.replace(won, reward=1.0 + 1e-12)) == "reward-mismatch"
+
+
+class Judged(Word):
+    """Words whose answers somebody judges, who may see it otherwise the next time."""
+
+    name = "word-judged"
+    scoring = "judge"
+
+
+def test_where_scoring_is_not_pure_a_claimed_reward_is_written_down_and_the_verifiers_counts() -> None:
+    rig = make_rig(load_policy(TINY), Judged({}), 1, 8, 9, (1,))
+    claims = [0.25 + rollout.reward / 2 for rollout in rig.honest.rollouts]
+    claimed = tuple(dataclasses.replace(r, reward=c) for r, c in zip(rig.honest.rollouts, claims, strict=True))
+    judged = rig.judge(dataclasses.replace(rig.honest, rollouts=claimed))
+    assert reasons(judged) == ["holds"] * 8
+    assert [detail.reward for detail in judged.details] == [rollout.reward for rollout in rig.honest.rollouts]
+    numbers = [{number.name: number.value for number in detail.numbers} for detail in judged.details]
+    assert [one["reward_claimed"] for one in numbers] == claims
+    x = values("reward_claimed", measured(judged.verdict_details(), judged.outcomes, 8))
+    assert set(x) <= {1.25, 0.75}, "0.25 more than an answer earned, or 0.25 less"
+    pure = [scored_purely(rig.run.manifest, lease) for lease in (rig.lease, make_lease(rig, bytes(32)))]
+    assert pure == [False, False], "and none of another environment"
+    for rollout, detail in zip(claimed, judged.details, strict=True):
+        bound = rig.run.manifest.thresholds.logprob
+        assert contradiction(rollout, detail, bound, pure=False) == ""
+        assert contradiction(rollout, detail, bound).startswith("with reward")
+        prompt = np.asarray(prompt_ids(rig.policy.tokenizer, rig.environment.task(rollout.task).prompt), "<u4")
+        assert contradiction(rollout, detail, bound, prompt=prompt.tobytes(), pure=False) == ""
+        assert "other tokens" in contradiction(rollout, detail, bound, prompt=b"", pure=False)
+
+
+def make_lease(rig: Rig, environment: bytes) -> Lease:
+    return dataclasses.replace(rig.lease, environment=environment)
 
 
 def test_a_log_probability_that_is_off_is_a_mismatch(tiny: Rig) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.evidence import VerdictEvidence
 from protocol.records import ACCEPT, REJECT
 from protocol.state import ACCEPTED, LeaseState, RolloutOutcome, SubmissionState, fold
 from tests.ledger_builder import Chain, identity, make_manifest
@@ -443,3 +444,33 @@ def test_what_is_not_known_is_a_lease_all_the_same():
     run.lose(run.give(run.lease("ann"), 0.0, 0.0))
     assert [(o.lost, o.x) for o in run.outcomes()] == [(False, None), (True, None)]
     assert isinstance(run.outcomes()[0], LeaseOutcome)
+
+
+# --- a validator that was found to be wrong ---------------------------------------------------------------------------
+
+
+def test_what_a_liar_alone_accepted_counts_no_more_and_earlier_evidence_follows_as_before():
+    """Two validators; val alone let in what bob did again, and both let in what cat did."""
+    run = Run("ann", "bob", "cat", validators=("val", "vic"))
+    for who in ("bob", "cat"):
+        run.back(run.give(run.lease(who), 0.5, 0.5), ("vic", [ACCEPT] * 4))
+    one, two = (run.lose(run.give(run.lease("ann"), reward, reward)) for reward in (-1.0, -2.0))
+    run.back(run.again("bob", one))
+    number = run.chain.submit(run.again("cat", two))
+    run.found[number] = [-2.0] * 4
+    digest = run.chain.digest_of(run.state().submissions[number].lease_id)
+    jobs = [(who, run.chain.job(number, who, round_), round_) for round_, who in ((1, "val"), (2, "vic"))]
+    for who, job, round_ in jobs:
+        run.chain.verdict(job, digest, who, [ACCEPT] * 4, round_)
+    for step in range(3):  # after these no batch can take what is of policy 0: nothing is judged again
+        taken = run.back(run.give(run.lease("bob"), 0.5, 0.5))
+        run.chain.batch(step, [(taken, run.state().submissions[taken].verdict_index, i) for i in range(4)])
+        run.next_step()
+    before = run.outcomes()
+    upto = run.state().size
+    assert [outcome.x for outcome in before] == [-1.5, -2.5]
+    said = next(v for v in run.state().submissions[number].verdicts.values() if v.validator == identity("val").public)
+    run.chain.append("evidence.verdict", VerdictEvidence(said.index, 0, REJECT, "proof-mismatch", 0.0, 0.0))
+    state = run.state()
+    assert lease_outcomes(state, ANN, run.seen, upto) == before, "as an auditor computes the entry of that time"
+    assert [outcome.x for outcome in run.outcomes()] == [None, -2.5], "vic accepted the second one too"

@@ -23,11 +23,11 @@ from trainer.learner import DTYPES
 from trainer.update import Policy
 from verifier import fused, route_noise
 from verifier.errors import CalibrationError, PolicyError, RouteError
-from verifier.model import load_policy
+from verifier.model import ARCHITECTURES, load_policy
 from verifier.replay import Routed, states_in_blocks
 from verifier.routes import Experts, shortfalls
-from verifier.routing import routing_of
-from verifier.thresholds import route_thresholds
+from verifier.routing import DENSE, routing_of
+from verifier.thresholds import ROUTES_NOT_FIRST, route_thresholds
 
 torch.set_num_threads(1)
 SMALL = moe_model("glm4", 0)
@@ -249,12 +249,46 @@ def test_the_margin_follows_from_a_measurement(tmp_path):
     assert made.measured_choices == 3 * sum(one.positions for one in rollouts) and made.machine == "here"
     assert 0 < made.measured_scores < 2e-5 and made.measured_shortfall <= 2 * made.measured_scores
     assert made.margin == max(2e-5, 10 * made.measured_scores)
-    told = {"model": "tiny", "machine": "here", "rollouts": 5, "choices": 100, "shortfall": 0.0, "scores": 0.0}
+    told = TOLD | {"scores": 0.0}
     assert route_thresholds(**told).margin == 2e-5
     assert route_thresholds(**told | {"shortfall": 1e-4}).margin == pytest.approx(5e-4)
-    for wrong in ({"scores": 1.1e-4}, {"shortfall": math.nan}, {"rollouts": 0}, {"choices": 0}):
+    for wrong in ({"scores": 1.1e-4}, {"shortfall": math.nan}, {"rollouts": 0}, {"choices": 0}, {"mean": math.nan}):
         with pytest.raises(CalibrationError):
             route_thresholds(**told | wrong)
+
+
+TOLD = {
+    "model": "tiny", "machine": "here", "rollouts": 5, "choices": 100_000, "shortfall": 0.0, "scores": 4e-6,
+    "mean": 4e-7, "level": 4e-3, "not_first": 0,
+}  # fmt: skip
+
+
+def test_how_many_choices_may_be_others_follows_from_noise_and_level_pairs():
+    """4 level pairs a unit of score: at a mean error of 4e-7 one choice in 600,000 turns. The margin admits five times
+    the noise, so as many more may."""
+    made = route_thresholds(**TOLD)
+    assert made.measured_not_first_rate == pytest.approx(1.6e-6)
+    assert made.margin == pytest.approx(4e-5) and made.not_first_rate == pytest.approx(8e-6)
+    assert made.not_first == ROUTES_NOT_FIRST and made.measured_not_first == 0
+    quiet = route_thresholds(**TOLD | {"scores": 4e-7, "mean": 4e-8})
+    assert quiet.margin == 2e-5, "the floor admits 25 times the noise"
+    assert quiet.not_first_rate == pytest.approx(25 * quiet.measured_not_first_rate)
+    seen = route_thresholds(**TOLD | {"not_first": 30})
+    assert (seen.measured_not_first_rate, seen.not_first_rate) == (pytest.approx(3e-4), pytest.approx(1.5e-3))
+    assert route_thresholds(**TOLD | {"not_first": 99_000}).not_first_rate == 1.0
+
+
+def test_leads_are_by_how_much_a_choice_beats_the_next_best_one():
+    experts = Experts.of(SMALL)
+    scores = torch.tensor([[[0.4, 0.1, 0.3, 0.2]]]).repeat(1, experts.routing.layers, 1)
+    scores = torch.cat([scores, torch.full((*scores.shape[:2], experts.routing.experts - 4), -1.0)], dim=-1)
+    k = experts.routing.per_token
+    own = scores.topk(k, dim=-1)
+    lead = experts.lead(scores, own.indices.numpy())
+    nearest = scores.sort(descending=True, dim=-1).values
+    assert torch.allclose(lead, nearest[..., k - 1] - nearest[..., k])
+    other = torch.cat([own.indices[..., :-1], scores.topk(k + 1, dim=-1).indices[..., k:]], dim=-1)
+    assert bool((experts.lead(scores, other.numpy()) <= 0).all())
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -333,6 +367,32 @@ def test_a_configuration_says_which_routing_its_model_has(tmp_path, family):
     routing = routing_of(json.loads((directory / "config.json").read_text()))
     assert routing == load_policy(directory).experts.routing
     assert routing_of({"architectures": ["LlamaForCausalLM"]}) is None
+
+
+@pytest.mark.parametrize("where", ["router", "layer"])
+def test_a_model_whose_router_is_not_known_is_refused_by_name_and_not_taken_for_dense(tmp_path, monkeypatch, where):
+    """Transformers' next release, or a class that somebody adds to the architectures and forgets here: its choices of
+    experts would be the node's, and no proof would say so."""
+    import verifier.routes
+
+    directory = save_policy(moe_model("qwen3", 0), tmp_path)
+    if where == "router":
+        monkeypatch.setattr(verifier.routes, "_KINDS", {"Glm4MoeTopkRouter": verifier.routes._Sigmoid})
+        why = "layer 0 of Qwen3MoeForCausalLM has Qwen3MoeSparseMoeBlock with the router Qwen3MoeTopKRouter"
+    else:
+        model = moe_model("qwen3", 0, mlp_only_layers=[0, 1, 2])
+        directory = save_policy(model, tmp_path)
+        monkeypatch.setattr(verifier.routes, "_DENSE", ("LlamaMLP",))
+        why = "layer 0 of Qwen3MoeForCausalLM has Qwen3MoeMLP"
+    with pytest.raises(PolicyError, match=f"{why}, of which this software knows no choice of experts"):
+        load_policy(directory)
+
+
+def test_an_architecture_that_is_not_known_has_no_routing_to_put_into_a_manifest():
+    for name in ("MixtralForCausalLM", "Qwen2MoeForCausalLM"):
+        with pytest.raises(ValueError, match=name):
+            routing_of({"architectures": [name], "num_local_experts": 8})
+    assert {*DENSE, "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"} == set(ARCHITECTURES)
 
 
 def test_a_dense_model_has_no_experts(tmp_path):

@@ -13,11 +13,13 @@ from protocol.engine import Generated, GenerateItem, GenerateRequest, LoadReques
 from protocol.records import ACCEPT, Rollout
 from tests.judge_rig import make_rig, random_policy, reasons, tokens_of
 from tests.moe_rig import FAMILIES, MARGIN, forging, moe_model, moe_policy, moe_rig, save_policy, with_margin
-from verifier import fused, toploc
+from verifier import fused, route_noise, toploc
 from verifier.errors import VerifierError
+from verifier.evidence_rows import fp32_rows
 from verifier.judge import judge
 from verifier.model import load_policy, prompt_ids
 from verifier.replay import Routed, states_in_blocks
+from verifier.statistics import measured, values
 from verifier.thresholds import PROOF_GATE
 
 torch.set_num_threads(1)
@@ -106,10 +108,93 @@ def test_level_experts_hold_with_their_routes_and_fail_without(level):
     assert sum(failed) >= 4, "through the verifier's own experts most honest proofs fail"
 
 
+def test_a_calibration_on_level_experts_lets_as_many_choices_be_others_as_it_saw(level):
+    """A model whose experts come in twins: honest nodes turn thousands of choices, and no bound on their number or row
+    may hold it against them."""
+    rollouts = [
+        Routed(prompt_of(level, one), np.asarray(tokens_of(one)), routes_of(level, one))
+        for one in level.honest.rollouts
+    ]
+    made = route_noise.measure(level.policy, rollouts, model="twins", machine="here")
+    assert made.measured_not_first > 8 and made.measured_not_first_rate > 0.01
+    assert made.not_first_rate == pytest.approx(min(1.0, 5 * made.measured_not_first / made.measured_choices))
+    again = under(level, **{name: getattr(made, name) for name in ("margin", "not_first", "not_first_rate")})
+    assert reasons(again.judge(level.honest)) == ["holds"] * 8
+    assert fp32_rows(level.run.manifest.thresholds, routes=made) == ()
+    bare = under(level, not_first=8, not_first_rate=0.0)
+    assert "routes-forged" in reasons(bare.judge(level.honest))
+
+
 def test_without_a_margin_level_experts_are_refused(level):
     """The margin in the manifest decides, and nothing else."""
     strict = with_margin(level, 0.0)
     assert "routes-forged" in reasons(strict.judge(strict.honest))
+
+
+# --- free choices -------------------------------------------------------------------------------------------------
+
+
+def within(margin):
+    """The fifth expert for the fourth wherever they are that near: all that the margin alone would let pass."""
+
+    def choose(layer, logits):
+        top = logits.topk(5)
+        chosen = top.indices[:, :4].clone()
+        near = top.values[:, 3] - top.values[:, 4] < 0.8 * margin
+        chosen[near, 3] = top.indices[near, 4]
+        return chosen
+
+    return choose
+
+
+def under(rig, **limits):
+    """The same run and seeds under other limits of routes."""
+    manifest = rig.run.manifest
+    manifest = dataclasses.replace(manifest, routes=dataclasses.replace(manifest.routes, **limits))
+    return dataclasses.replace(rig, run=dataclasses.replace(rig.run, manifest=manifest))
+
+
+def test_choices_inside_the_margin_are_counted_bounded_and_pooled(rigs):
+    """A forger that uses every near tie, and proves and records it all: the margin alone accepts all it does."""
+    margin = 2e-2
+    rig = with_margin(rigs["qwen3"], margin)
+    steered = rig.answer(forging(rig.policy.model, within(margin)))
+    honest, judged = rig.judge(rig.honest), rig.judge(steered)
+    assert reasons(honest) == reasons(judged) == ["holds"] * 4
+    assert {one.tokens for one in steered.rollouts} != {one.tokens for one in rig.honest.rollouts}, "it chose the text"
+    taken = [numbers(detail)["routes_not_first"] for detail in judged.details]
+    assert [numbers(detail)["routes_not_first"] for detail in honest.details] == [0.0] * 4 and min(taken) >= 1
+    for rollout, detail in zip(steered.rollouts, judged.details, strict=True):
+        assert numbers(detail)["route_choices"] == len(rollout.routes) / 4
+
+    found, own = (values("route_rate", measured(one.verdict_details(), one.outcomes, 2)) for one in (judged, honest))
+    assert len(found) == 2 and min(found) > 0 and own == [0.0, 0.0], "one number a task"
+
+    most = max(taken)
+    assert reasons(under(rig, not_first=int(most), not_first_rate=0.0).judge(steered)) == ["holds"] * 4
+    strict = under(rig, not_first=int(most) - 1, not_first_rate=0.0).judge(steered)
+    assert [reason == "routes-forged" for reason in reasons(strict)] == [one == most for one in taken]
+    share = (most - 0.5) / max(numbers(detail)["route_choices"] for detail in judged.details)
+    assert "routes-forged" in reasons(under(rig, not_first=0, not_first_rate=share).judge(steered))
+    assert reasons(under(rig, not_first=0, not_first_rate=0.0).judge(rig.honest)) == ["holds"] * 4
+
+
+def test_choices_are_counted_once_however_a_rollout_is_read(rigs, monkeypatch):
+    """In blocks, with prompts shared or alone: each position and layer counts once."""
+    margin = 2e-2
+    rig = moe_rig(rigs["qwen3"].policy, tasks=1, samples=6, cap=70, margin=margin)
+    steered = rig.answer(forging(rig.policy.model, within(margin)))
+
+    def taken(submission):
+        judged = rig.judge(submission)
+        assert reasons(judged) == ["holds"] * 6
+        return [numbers(detail)["routes_not_first"] for detail in judged.details]
+
+    at_once = taken(steered)
+    monkeypatch.setattr("verifier.blocks.BLOCK", 32)
+    assert taken(steered) == at_once
+    monkeypatch.setattr("verifier.replay._CACHED_TOKENS", 1)
+    assert taken(steered) == at_once and max(at_once) > 0
 
 
 # --- forged routes ------------------------------------------------------------------------------------------------
@@ -302,8 +387,8 @@ def test_experts_of_no_weight_are_refused_and_crash_nothing(tmp_path):
 
 def test_a_rollout_is_read_no_further_than_the_block_of_its_forgery(rigs, monkeypatch):
     monkeypatch.setattr("verifier.blocks.BLOCK", 32)
-    long = moe_rig(rigs["qwen3"].policy, tasks=1, samples=2, cap=70)
-    assert reasons(long.judge(long.honest)) == ["holds"] * 2
+    long = moe_rig(rigs["qwen3"].policy, tasks=1, samples=6, cap=70)
+    assert reasons(long.judge(long.honest)) == ["holds"] * 6
     position, rollout = max(enumerate(long.honest.rollouts), key=lambda pair: len(pair[1].tokens))
     count = len(tokens_of(rollout))
     assert count > 64
@@ -391,6 +476,7 @@ def test_a_hundred_honest_rollouts_of_128_tokens_hold(tmp_path, family):
         for pieces in states_in_blocks(policy, rollouts, MARGIN, lambda _: True):
             states |= {i: states_NH.numpy() for i, _, states_NH in pieces}
         assert max(one.shortfall for one in rollouts) <= MARGIN
+        assert max(one.not_first for one in rollouts) <= 1, "one in 100,000 choices or fewer"
         proofs = toploc.build_many([one.states_NH for one in outputs])
         for chunks in toploc.verify_many([states[i] for i in range(count)], proofs, PROOF_GATE):
             assert all(c.median <= limits.proof_median and c.outliers <= limits.proof_outliers for c in chunks)

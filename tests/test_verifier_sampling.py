@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.seeds import sampling_seed
+from tests.back_ends import back_end  # noqa: F401
 from verifier.errors import VerifierError
 from verifier.logprobs import token_logprobs
-from verifier.philox import philox4x32
-from verifier.sampling import choose, gumbel_noise, margins
+from verifier.philox import philox4x32, word_rows
+from verifier.sampling import choose, gumbel_noise, margins, replayed_margins
 
 FULL = 0xFFFFFFFF
 
@@ -87,6 +88,55 @@ NOISE = [
 ]
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 12_288, 40_000])
+def test_words_of_rows_are_philox_s(blocks: int) -> None:
+    rng = np.random.default_rng(blocks)
+    keys = rng.integers(0, 2**32, (3, 2)).astype(np.uint64)
+    positions = np.asarray([0, 2**32 - 1, 2**40 + 7], dtype=np.uint64)
+    words = word_rows(keys, positions, blocks)
+    for row, position in enumerate(positions.tolist()):
+        counter = (position & FULL, position >> 32, np.arange(blocks), 0)
+        expected = philox4x32(counter, (int(keys[row, 0]), int(keys[row, 1])))
+        assert np.array_equal(words[row], np.stack(expected, axis=1).reshape(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    vocabulary=st.sampled_from([1, 2, 5, 61, 1000, 50_001]),
+    scale=st.sampled_from([0.0, 0.3, 3.0, 30.0, 3e3, 1e5]),
+    temperature=st.sampled_from([1.0, 0.6, 2.5]),
+)
+def test_margins_without_most_noise_are_those_with_all_of_it(
+    seed: int, vocabulary: int, scale: float, temperature: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    count = 1 if vocabulary > 10_000 else 5
+    logits = torch.from_numpy(rng.standard_normal((count, vocabulary), dtype=np.float32) * np.float32(scale))
+    seeds, positions = [rng.bytes(32) for _ in range(count)], rng.integers(0, 2**33, count)
+    noise = gumbel_noise(seeds, positions, vocabulary)
+    forced = choose(logits, temperature, noise)
+    unlikely = logits.argmin(dim=-1)  # what passes is most of the row
+    for tokens in (forced, torch.from_numpy(rng.integers(0, vocabulary, count)), unlikely):
+        expected = margins(logits, temperature, noise, tokens)
+        found = replayed_margins(logits, temperature, seeds, positions, tokens)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert replayed_margins(logits, temperature, seeds, positions, forced).max() == 0
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 3e38, 1e4, -1e4, -3e38])
+@pytest.mark.parametrize("where", [7, slice(None)])
+def test_margins_of_logits_that_are_no_numbers_are_as_before(odd: float, where: int | slice) -> None:
+    logits = torch.randn(3, 50)
+    logits[1, where] = odd
+    seeds, positions, tokens = [bytes([i]) * 32 for i in range(3)], np.arange(3), torch.tensor([0, 7, 9])
+    noise = gumbel_noise(seeds, positions, 50)
+    for claimed in (tokens, torch.tensor([1, 2, 3])):
+        expected = margins(logits, 1.0, noise, claimed)
+        found = replayed_margins(logits, 1.0, seeds, positions, claimed)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_noise_is_gumbel_distributed() -> None:
     noise = gumbel_noise([bytes([i]) * 32 for i in range(64)], np.zeros(64), 4096).astype(np.float64)
     assert noise.mean() == pytest.approx(0.5772, abs=0.01) and noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
@@ -115,6 +165,8 @@ def test_what_cannot_be_sampled_is_refused() -> None:
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(VerifierError, match="temperature"):
             choose(torch.zeros(1, 4), temperature, torch.zeros(1, 4))
+        with pytest.raises(VerifierError, match="temperature"):
+            replayed_margins(torch.zeros(1, 4), temperature, [bytes(32)], [0], torch.zeros(1, dtype=torch.int64))
     with pytest.raises(VerifierError, match="position"):
         gumbel_noise([bytes(32)], [1, 2], 4)
 

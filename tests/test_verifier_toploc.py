@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.back_ends import back_end  # noqa: F401
 from verifier import field, toploc
 from verifier.errors import ProofError
 from verifier.thresholds import PROOF_GATE

@@ -1,4 +1,4 @@
-"""bf16 proofs: the `toploc` package's bytes and statistics, its choice among equals, and what ours say of a chunk."""
+"""bf16 proofs: the `toploc` package's bytes, choice among equals and statistics, and what ours say of a chunk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import toploc_states
+from tests.back_ends import back_end  # noqa: F401
 from verifier import points, toploc
 from verifier.errors import ProofError
 from verifier.thresholds import PROOF_GATE
@@ -43,11 +44,18 @@ def test_our_bytes_are_the_package_s(vector: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("vector", VECTORS)
 def test_our_statistics_are_the_package_s(vector: dict[str, Any]) -> None:
+    """Where it chooses among equals as we do. Ours takes those that agree best, so no more of them are off."""
     bits_NH = toploc_states.bits(vector["kind"], vector["rows"], vector["hidden"], vector["seed"])
-    moved = toploc_states.floats(toploc_states.moved(bits_NH, vector["seed"]))
-    (stats,) = toploc.verify_many_bf16([moved], [[bytes.fromhex(proof) for proof in vector["proofs"]]])
-    assert [s.exponents for s in stats] == [exponents for exponents, _ in vector["moved"]]
-    assert [min(s.mantissa_mean, 2.0**64) for s in stats] == pytest.approx([mean for _, mean in vector["moved"]])
+    moved_NH = toploc_states.floats(toploc_states.moved(bits_NH, vector["seed"]))
+    proofs = [bytes.fromhex(proof) for proof in vector["proofs"]]
+    (stats,) = toploc.verify_many_bf16([moved_NH], [proofs])
+    for i, (ours, (exponents, mean)) in enumerate(zip(stats, vector["moved"], strict=True)):
+        own_NH = moved_NH[32 * i : 32 * i + 32]
+        its = plain_stats(own_NH, proofs[i], by_torch(own_NH), [])
+        assert its.exponents == exponents and min(its.mantissa_mean, 2.0**64) == pytest.approx(mean)
+        assert ours.exponents <= exponents
+        if not by_rule(own_NH)[1]:
+            assert ours == its
 
 
 def test_the_vectors_hold_what_they_are_for() -> None:
@@ -104,22 +112,67 @@ def test_chunks_of_many_rollouts_are_chosen_as_each_alone() -> None:
     assert found == [[Bf16Stats(0, 0.0, 0.0, 128)] * len(p) for p in together]
 
 
-def plain_stats(own_NH: np.ndarray, proof: bytes) -> Bf16Stats:
+def by_rule(own_NH: np.ndarray) -> tuple[set[int], list[int]]:
+    """Indices of the points in any case, and of those that share the K-th magnitude: none when too many do."""
+    sizes = np.abs(own_NH.reshape(-1))
+    count = min(128, len(sizes))
+    least = np.sort(sizes)[-count]
+    if (sizes >= least).sum() > 2 * count:
+        return by_torch(own_NH), []
+    return set(np.flatnonzero(sizes > least).tolist()), np.flatnonzero(sizes == least).tolist()
+
+
+def plain_stats(own_NH: np.ndarray, proof: bytes, above: set[int], equal: list[int]) -> Bf16Stats:
     """The statistics again, in plain Python, one point at a time."""
     flat = own_NH.reshape(-1)
     modulus, coefficients = toploc.parse_proof(proof, len(flat), limbs=1)
-    exponents, distances = 0, []
-    for i in by_torch(own_NH):
+    count = min(128, len(flat))
+
+    def distance(i: int) -> float:
         own = int(flat[i : i + 1].view(np.uint32)[0]) >> 16
         claimed = sum(int(c) * pow(i % modulus, power, P) for power, c in enumerate(coefficients[0])) % P
-        if own >> 7 != claimed >> 7 and (own | claimed) & 0x7FFF:
-            exponents += 1
-        else:
-            distances.append(abs((own & 127) - (claimed & 127)))
-    if not distances:
-        return Bf16Stats(exponents, np.inf, np.inf, len(by_torch(own_NH)))
-    mean, median = sum(distances) / len(distances), statistics.median(distances)
-    return Bf16Stats(exponents, mean, float(median), len(by_torch(own_NH)))
+        apart = own >> 7 != claimed >> 7 and (own | claimed) & 0x7FFF
+        return np.inf if apart else abs((own & 127) - (claimed & 127))
+
+    found = [distance(i) for i in above] + sorted(distance(i) for i in equal)[: count - len(above)]
+    near = [one for one in found if one < np.inf]
+    if not near:
+        return Bf16Stats(count, np.inf, np.inf, count)
+    return Bf16Stats(count - len(near), sum(near) / len(near), float(statistics.median(near)), count)
+
+
+def test_which_equals_a_prover_took_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another release of torch, or a GPU, takes others of the values that share the 128th magnitude."""
+
+    def others(bits: list[np.ndarray], count: int) -> np.ndarray:
+        return np.stack([np.argsort(-((b >> 16) & 0x7FFF).astype(int), kind="stable")[:count] for b in bits])
+
+    values = states(128, 576, 5)
+    usual = toploc.build_proofs(values, limbs=1)
+    monkeypatch.setattr(points, "torch_choice", others)
+    proofs = toploc.build_proofs(values, limbs=1)
+    assert proofs != usual and all(len(by_rule(values[i : i + 32])[1]) > 1 for i in (0, 32, 64, 96))
+    for of_one in (usual, proofs):
+        assert toploc.verify_many_bf16([values], [of_one]) == [[Bf16Stats(0, 0.0, 0.0, 128)] * 4]
+
+
+def test_bits_of_bfloat16s_are_taken_as_their_values_are() -> None:
+    bits_NH = toploc_states.bits("sums", 70, 576, 3)
+    proofs = toploc.build_proofs(bits_NH, limbs=1)
+    assert proofs == toploc.build_proofs(toploc_states.floats(bits_NH), limbs=1)
+    moved_NH = toploc_states.moved(bits_NH, 3)
+    assert toploc.verify_many_bf16([moved_NH], [proofs]) == toploc.verify_many_bf16(
+        [toploc_states.floats(moved_NH)], [proofs]
+    )
+    bits_NH[5, 7] = 0x7F80
+    for refused in (
+        lambda: toploc.build_proofs(bits_NH, limbs=1),
+        lambda: toploc.verify_many_bf16([bits_NH], [proofs]),
+    ):
+        with pytest.raises(ProofError, match="not finite"):
+            refused()
+    with pytest.raises(ProofError, match="float32"):
+        toploc.build_proofs(bits_NH, limbs=2)
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 3), (1, 96), (9, 96), (32, 576), (32, 2048)])
@@ -131,7 +184,7 @@ def test_statistics_are_those_of_the_plain_definition(rows: int, hidden: int, ki
     moved_NH[::2] ^= 0x8000
     for own_NH in (toploc_states.floats(moved_NH), states(rows, hidden, 7)):
         ((stats,),) = toploc.verify_many_bf16([own_NH], [[proof]])
-        assert stats == plain_stats(own_NH, proof)
+        assert stats == plain_stats(own_NH, proof, *by_rule(own_NH))
 
 
 def test_the_sign_is_compared_and_zero_has_none() -> None:

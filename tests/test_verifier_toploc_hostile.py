@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from protocol.limits import MAX_PROOF_CHUNKS
 from tests import toploc_states
+from tests.back_ends import back_end  # noqa: F401
 from verifier import toploc
 from verifier.errors import ProofError
 from verifier.thresholds import PROOF_GATE, PROOF_MEDIAN_FLOOR, PROOF_OUTLIERS

@@ -44,7 +44,8 @@ from trainer.decoded import Decoded
 from trainer.leases import batch_rollouts
 from trainer.trainable import LOGPROB_MAX, LOGPROB_MIN, Trainable, in_range
 from trainer.window import Group, Window
-from verifier.claims import contradiction
+from verifier.claims import contradiction, digest_of
+from verifier.compare import unfit
 
 PromptIds = Callable[[bytes, int], bytes]
 """(environment digest, task index) -> the prompt's token ids, u32 little-endian."""
@@ -270,6 +271,8 @@ def check_details(
     rules: Trainable,
     prompt_ids: PromptIds,
     bound: float,
+    required: frozenset[str] = frozenset(),
+    pure: bool = True,
 ) -> VerdictDetails:
     """The details of a verdict, unless they could not make a batch that the learner takes, or contradict the upload.
 
@@ -277,6 +280,8 @@ def check_details(
         raw: the attachment, codec bytes of `VerdictDetails`.
         upload: opens the submission; called only when something was accepted.
         bound: how far a log-probability may be from the claimed one (`thresholds.logprob` of the lease's manifest).
+        required: numbers that an accepted rollout must have, since that manifest's rows sum them up.
+        pure: the scoring of the lease's environment is, so that an accepted reward is the claimed one.
 
     Raises:
         LedgerError: the submission does not open.
@@ -296,8 +301,16 @@ def check_details(
     accepted = [i for i, outcome in enumerate(verdict.outcomes) if outcome.outcome == ACCEPT]
     if not accepted:
         return details
+    lacking = [(i, name) for i in accepted if (name := unfit(details.rollouts[i], required))] if required else []
+    if lacking:
+        raise DecodeError(
+            f"rollout {lacking[0][0]} was accepted without naming {lacking[0][1]} once, with a finite value: the run "
+            "sums it up, so the validator must run this release",
+            ReasonCode.VERDICT_WRONG,
+        )
     rollouts = upload().rollouts
-    if accepted[-1] < len(rollouts) and _hold_together(accepted, rollouts, details, lease, rules, prompt_ids, bound):
+    limits = bound, pure
+    if accepted[-1] < len(rollouts) and _hold_together(accepted, rollouts, details, lease, rules, prompt_ids, limits):
         return details
     for position in accepted:  # one by one, to name what is wrong
         if position >= len(rollouts):
@@ -311,12 +324,13 @@ def check_details(
                 f"rollout {position} was accepted with {len(rollout.tokens) // 4} tokens, the lease allows "
                 f"{lease.max_new_tokens}"
             )
-        wrong = rules.misfit(prompt_ids(lease.environment, task), rollout.tokens, detail.logprobs)
+        prompt = prompt_ids(lease.environment, task)
+        wrong = rules.misfit(prompt, rollout.tokens, detail.logprobs)
         if wrong is not None:
             raise DecodeError(f"rollout {position} was accepted but {wrong[0]}", wrong[1])
         if not in_range(detail.logprobs, detail.reward):
             raise DecodeError(f"rollout {position} was accepted with numbers that can't be trained on")
-        false = contradiction(rollout, detail, bound)
+        false = contradiction(rollout, detail, bound, prompt=prompt, pure=pure)
         if false:
             raise DecodeError(f"rollout {position} was accepted {false}", ReasonCode.VERDICT_WRONG)
     return details
@@ -329,12 +343,13 @@ def _hold_together(
     lease: Lease,
     rules: Trainable,
     prompt_ids: PromptIds,
-    bound: float,
+    limits: tuple[float, bool],
 ) -> bool:
     """Whether all accepted rollouts surely pass what `check_details` asks of each; False where that has to be asked.
 
     Numbers of all of them are compared at once: one by one they cost the coordinator as much as the rest of a verdict.
     """
+    bound, pure = limits
     pairs = [(rollouts[position], details.rollouts[position]) for position in accepted]
     prompts = [prompt_ids(lease.environment, lease.tasks[position // lease.samples]) for position in accepted]
     for position, prompt, (rollout, detail) in zip(accepted, prompts, pairs, strict=True):
@@ -342,12 +357,13 @@ def _hold_together(
         count, size = len(rollout.tokens) // 4, len(rollout.tokens)
         if (
             (rollout.task, rollout.sample) != place
-            or detail.reward != rollout.reward
+            or (pure and detail.reward != rollout.reward)
             or not abs(detail.reward) <= MAX_REWARD
             or not 0 < count <= min(lease.max_new_tokens, rules.max_context + 1 - len(prompt) // 4)
             or not prompt
             or (len(prompt) | size) % 4
             or not size == len(detail.logprobs) == len(rollout.logprobs)
+            or (detail.digest and detail.digest != digest_of(prompt, rollout.tokens))
         ):
             return False
     ids = np.frombuffer(b"".join({*prompts, *(rollout.tokens for rollout, _ in pairs)}), "<u4")

@@ -28,6 +28,7 @@ from protocol.segments import Sealer
 from protocol.sequences import SequenceGuard, Sequences
 from protocol.state import RunState
 from trainer.errors import KeyLapsedError, RefusedEntryError
+from trainer.plants import Plants
 from trainer.proofs import ProofTree
 from trainer.window import Window
 
@@ -77,6 +78,7 @@ class Book:
     state: RunState = field(default_factory=RunState)
     changes: Changes = field(default_factory=Changes)
     window: Window = field(init=False)
+    plants: Plants = field(init=False)
     tree: ProofTree = field(init=False)
     joins: dict[bytes, bytes] = field(default_factory=dict)
     """Key -> the newest `join` envelope in the ledger."""
@@ -206,7 +208,8 @@ class Book:
         return chain.keys_at(role, self.ledger.size)
 
     def __post_init__(self) -> None:
-        self.window = Window(self.genesis.manifest.leases.max_staleness, self.state)
+        self.plants = Plants(self.state, self.secret)
+        self.window = Window(self.genesis.manifest.leases.max_staleness, self.state, self.plants.is_plant)
         self.tree = ProofTree()
 
     def append(self, event: str, body: object = b"", subject: bytes = b"") -> Appended:
@@ -282,6 +285,7 @@ class Book:
         """All that follows from an entry besides the state."""
         self.tree.append(appended.leaf)
         self.window.observe(appended.index, appended.entry)
+        self.plants.observe(appended.index, appended.entry)
         if appended.entry.event == "run.finished":
             self._ended_ms = appended.entry.time
         if appended.entry.event in _FROM_MEMBERS:

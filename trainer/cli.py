@@ -95,8 +95,8 @@ def _add(
 def _add_keys(commands: Any) -> None:
     sub = commands.add_parser(
         "key",
-        help="change or take back keys of a run",
-        description="Change or take back keys of a run. Needs the run's root key.",
+        help="change or take back keys of a run, or rows of its evidence",
+        description="Change or take back keys of a run, or rows of its evidence. Needs the run's root key.",
         epilog="example: trainer key rotate origin runs/first --root /media/stick/root.pem",
     )
     sub.set_defaults(run_command=lambda args: _no_key_command(sub))
@@ -105,6 +105,8 @@ def _add_keys(commands: Any) -> None:
          _rotate_arguments)  # fmt: skip
     _add(actions, "revoke", _revoke, "take a key back",
          "trainer key revoke 12D3KooW... runs/first --reason 'laptop stolen'", _revoke_arguments)  # fmt: skip
+    _add(actions, "withdraw", _withdraw, "take back a row of evidence, and what it suspended nodes for",
+         "trainer key withdraw proof_median runs/first --reason 'a louder GPU'", _withdraw_arguments)  # fmt: skip
     sub.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
@@ -125,6 +127,13 @@ def _revoke_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reason", required=True, help="why, for everybody who looks at the run")
     parser.add_argument("--from", dest="index", type=int, default=None, metavar="N",
                         help="ledger entry from which its signatures don't count (default: the next)")  # fmt: skip
+    parser.add_argument("--root", type=Path, default=None, metavar="PATH", help="root key (default: RUN/keys/root.pem)")
+
+
+def _withdraw_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("statistic", metavar="STATISTIC", help="of the row, for example proof_median; or all")
+    parser.add_argument("config", type=Path, metavar="RUN", help="run directory, or its run.toml")
+    parser.add_argument("--reason", required=True, help="why, for everybody who looks at the run")
     parser.add_argument("--root", type=Path, default=None, metavar="PATH", help="root key (default: RUN/keys/root.pem)")
 
 
@@ -233,6 +242,20 @@ def _revoke(args: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(done) + "\n")
         return 0
     sys.stdout.write(f"{done['peer_id']} is revoked from ledger entry {done['from']} on\n  next  {done['next']}\n")
+    return 0
+
+
+def _withdraw(args: argparse.Namespace) -> int:
+    config = _load(args)
+    from trainer import keys
+
+    done = keys.withdraw(config, args.statistic, args.reason, args.root)
+    if args.json:
+        sys.stdout.write(json.dumps(done) + "\n")
+        return 0
+    left = ", ".join(done["left"]) or "nothing"
+    sys.stdout.write(f"withdrawn: {', '.join(done['withdrawn'])}; the run goes on summing up {left}\n")
+    sys.stdout.write(f"  next  {done['next']}\n")
     return 0
 
 

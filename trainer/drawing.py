@@ -70,7 +70,7 @@ class Drawing:
 
     def secret(self, period: int | None) -> bytes:
         """A period's secret; the coordinator's own for submissions from before there were periods."""
-        return self.book.secret if period is None else draws.keyed(self.book.secret, "period", period)
+        return self.book.secret if period is None else draws.period_secret(self.book.secret, period)
 
     def note_present(self) -> None:
         """Write down whom the next draw is made from, if that changed."""

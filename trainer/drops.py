@@ -61,6 +61,8 @@ class Drops:
     """Key -> leases it returned when at most the last batch could still take them."""
     _due: dict[bytes, int] = field(default_factory=dict)
     """Who is to be tested -> batches closed when that was found."""
+    _cleared: int = 0
+    """Suspensions taken back so far whose nodes were put to the test again."""
     _not_before: float = 0.0
     _late_not_before: float = 0.0
 
@@ -70,6 +72,7 @@ class Drops:
         for submission in state.submissions.values():
             if submission.verdict_index is not None:
                 self._count_if_late(submission, closings)
+        self._cleared = len(state.cleared)
         # What became known before this start was maybe not looked at.
         for key in [*self.book.window.losses, *self._late]:
             self._due.setdefault(key, self.book.window.batches)
@@ -104,6 +107,9 @@ class Drops:
     def run(self) -> bool:
         """Test who is due; True when evidence was entered. Costs nothing while nobody loses leases."""
         losses, state, window = self.book.window.losses, self.book.state, self.book.window
+        for key in state.cleared[self._cleared :]:  # the sum that suspended it read verdicts that count no more
+            self._due.setdefault(key, window.batches)
+        self._cleared = len(state.cleared)
         for key in list(self._due):
             if losses[key] + self._late[key] < FEWEST_LOST or state.nodes[key].state == "suspended":
                 del self._due[key]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.errors import LedgerError
-from protocol.manifest import EvidenceRow
+from protocol.evidence_rows import EvidenceRow
 from protocol.records import NodeEvidence
 from protocol.state import NodeState, SubmissionState, VerdictState
 from trainer import batches
@@ -46,10 +46,13 @@ class Evidence:
     _changed: bool = False
     """Numbers came since nodes were last looked at."""
     _told: set[tuple[bytes, RowKey, str]] = field(default_factory=set)
+    _cleared: int = 0
+    """Suspensions taken back that were told of."""
     _blind: bool = False
     """Details were lost: sums made without them are not those of an audit that has them."""
 
     def __post_init__(self) -> None:
+        self._cleared = len(self.book.state.cleared)
         self._begin(self.book.run.manifest.evidence, distrusted(self.book.state, self.book.ledger.size))
 
     def _begin(self, rows: tuple[EvidenceRow, ...], wrong: frozenset[bytes]) -> None:
@@ -71,6 +74,7 @@ class Evidence:
         rows, wrong = self.book.run.manifest.evidence, distrusted(self.book.state, self.book.ledger.size)
         if (rows, wrong) != (self._sums.rows, self._sums.distrusted):
             self._begin(rows, wrong)  # both hold for the past too
+        self._tell_cleared()
         begun = self.monotonic()
         while self._queue and not self._blind and self.monotonic() - begun <= MAX_PAUSE_S:
             self._take_in(*self._queue.popleft())
@@ -101,7 +105,7 @@ class Evidence:
         vouched = self._sums.vouched(state, condemned, row, upto)
         for node, cusum in over.items():
             if not cusum.condemns:
-                self._tell(node, row, "but the others' numbers are not, or there are none: nobody is suspended on one "
+                self._tell(node, row, "but not without one of them, or of the two of them: nobody is suspended on one "
                            "validator's word")  # fmt: skip
             elif node not in vouched:
                 self._tell(node, row, "but most other nodes are no better, or there are none: the bound may be wrong, "
@@ -114,6 +118,17 @@ class Evidence:
             name, reason = state.nodes[node].name, state.nodes[node].reason
             self.news.say(f"{name} is suspended: {in_words(said, row)} ({reason})")
         return bool(vouched)
+
+    def _tell_cleared(self) -> None:
+        state = self.book.state
+        for key in state.cleared[self._cleared :]:
+            node = state.nodes[key]
+            self.news.say(
+                f"{node.name} is suspended no more, but {node.state}: what ended trust in it "
+                f"({node.cleared[-1].reason}) rested on a validator that is believed no more, or on a row of evidence "
+                "that was withdrawn or loosened"
+            )
+        self._cleared = len(state.cleared)
 
     def _tell(self, node: bytes, row: EvidenceRow, why: str) -> None:
         if (node, key_of(row), why) not in self._told:

@@ -5,7 +5,7 @@
     identical_rejected   identical ones that any validator rejected: a false rejection, whoever sent them
 
 For a kind whose dishonesty is what it doesn't send, `dishonest` are the rollouts it withheld on purpose, and `caught`
-those that by the time it was suspended were with another node under the same nonce, and came back from there.
+those that by the time it was suspended were with another node under the same nonce, and came back and were judged.
 
 Not covered: the rest of the summary (`trainer.summary`); whether verdicts are right (`verifier audit`).
 """
@@ -65,8 +65,8 @@ def fate(run_dir: Path, state: RunState, kind: str, key: bytes, log: Path) -> di
 def _add_withheld(found: dict[str, Any], state: RunState, key: bytes, truth: dict[str, bool]) -> None:
     """Rollouts withheld on purpose are `dishonest`; those done again by another node are `caught`.
 
-    Caught means attributed: the node is suspended, the same nonce was with somebody else by then, and a validator
-    accepted what came back.
+    Caught means attributed: the node is suspended, the same nonce was with somebody else by then, and what came back
+    was accepted, or rejected: the other may be dishonest too, and withholding has bought this one nothing either way.
     """
     node = state.nodes.get(key)
     until = node.suspended_index if node is not None and node.suspended_index is not None else -1
@@ -78,7 +78,7 @@ def _add_withheld(found: dict[str, Any], state: RunState, key: bytes, truth: dic
             known |= {
                 (held.lease.nonce, held.lease.tasks[position // held.lease.samples])
                 for position, outcome in enumerate(submission.outcomes)
-                if outcome.status == "accepted"
+                if outcome.status in ("accepted", "rejected")
             }
     tokens = 0
     for held in sorted((lease for lease in state.leases.values() if lease.owner == key), key=lambda lease: lease.index):

@@ -30,7 +30,18 @@ def head(picture: Picture, found: Sequence[Row], width: int) -> list[Line]:
         lines.append(_fact("waits for", waited, width))
     if picture.status:
         lines.append(_fact("rollouts", _counts(picture, found), width))
+    plants = picture.status.get("plants") or {}
+    if plants.get("sent"):
+        lines.append(_fact("plants", _plants(plants), width))
     return lines
+
+
+def _plants(counts: dict[str, int]) -> tuple[str, ...]:
+    """What the operator's phantoms showed of validators, long and short."""
+    sent, altered = several(counts["sent"], "submission"), f"{counts.get('altered', 0)} altered on purpose"
+    found = f"{several(counts.get('contradicted', 0), 'validator')} found to be wrong"
+    judged = several(counts.get("judged", 0), "verdict")
+    return f"{sent}, {altered}; {judged}, {found}", f"{sent}, {found}", found
 
 
 def doing(picture: Picture, found: Sequence[Row] = ()) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from blake3 import blake3
 from protocol import codec
 from protocol.envelope import seal
 from protocol.errors import DecodeError, HeadwaterError, UsageError
+from protocol.evidence_rows import EvidenceRow
 from protocol.files import fsync_dir, write_atomic
 from protocol.identity import Identity, load_or_create_identity, peer_id_text
 from protocol.limits import MAX_MODEL_FILE_BYTES, PROTOCOL_VERSION
@@ -32,7 +33,6 @@ from protocol.manifest import (
     MANIFEST_KIND,
     Bf16Thresholds,
     EnvironmentSpec,
-    EvidenceRow,
     ModelFile,
     ModelSpec,
     Run,
@@ -128,6 +128,7 @@ def make_run(
     address = _address(host)
     ports = _ports(address, control_port, ingress_port, origin_port)
     profile = str(plain.get("run.profile", profile))
+    longest = _longest_measured(base) if profile == "bf16" and bf16 is None else None
     if profile == "bf16":
         bf16 = load_bf16_thresholds(base.name) if bf16 is None else bf16
         thresholds = thresholds_of_bf16_run(bf16.machine)
@@ -139,6 +140,12 @@ def make_run(
     specs, stops = _environment_specs(names, source)
     pure = all(spec.scoring == "pure" for spec in specs)
     sample_as = _replace(SamplingSpec(1.0, base.max_new_tokens, stops), "sampling", sampling)
+    if longest is not None and sample_as.max_new_tokens > longest:
+        raise UsageError(
+            f"bf16 noise of {base.name} was measured on answers of up to {longest} tokens, and sampling.max_new_tokens "
+            f"is {sample_as.max_new_tokens}: honest nodes would be rejected for longer ones; use --profile fp32, or "
+            f"measure again with `verifier calibrate --tokens 0,{sample_as.max_new_tokens}` and give that as bf16"
+        )
     lease_as = _replace(base.leases, "leases", leases)
 
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -164,7 +171,7 @@ def make_run(
         allow_private=True,
         contact="whoever started this run",
         privacy="Prompts and rollouts are readable by the operator, the validators and whoever gets the archive.",
-        evidence=rows_of_run(profile, thresholds, base.name, pure) if evidence is None else tuple(evidence),
+        evidence=rows_of_run(profile, thresholds, base.name, pure, bf16) if evidence is None else tuple(evidence),
         bf16=bf16 if profile == "bf16" else None,
     )
     run_id = run_id_of(manifest)
@@ -202,6 +209,18 @@ def load_bf16_thresholds(name: str) -> Bf16Thresholds:
         UsageError: not measured yet, or the file does not hold.
     """
     return _noise(f"{name}-bf16", Bf16Thresholds, " --profile bf16")
+
+
+def _longest_measured(base: Preset) -> int | None:
+    """Tokens of the longest answers that the preset's bf16 thresholds hold for; None when that is not known."""
+    import verifier
+
+    path = Path(verifier.__file__).resolve().parent / "data" / f"noise-{base.name}-bf16.json"
+    try:
+        longest = json.loads(path.read_text(encoding="utf-8"))["measurement"]["longest"]
+        return max(int(longest), base.max_new_tokens)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # reading the thresholds says what is wrong with the file
 
 
 T = TypeVar("T")

@@ -39,6 +39,8 @@ from trainer.spot_checks import SpotChecks
 from trainer.spot_process import CheckProcess
 from trainer.trainable import Trainable
 from trainer.turns import Turn, Turns
+from verifier.claims import scored_purely
+from verifier.compare import required
 
 VERDICT_WAIT_S = 20.0
 """How long a verdict waits for another one of the same job that is being written down."""
@@ -329,10 +331,12 @@ class Judging:
         held = self.book.state.leases[submission.lease_id]
         opens = lambda: batches.read_submission(self.files, submission)  # noqa: E731
         assert self.book.state.chain is not None
-        bound = self.book.state.chain.at(held.lease.manifest).manifest.thresholds.logprob
+        manifest = self.book.state.chain.at(held.lease.manifest).manifest
+        bound, needed = manifest.thresholds.logprob, required(manifest)
+        pure = scored_purely(manifest, held.lease)
         try:
             details = batches.check_details(
-                verdict, attachment, submission, held.lease, opens, self.trainable, self.prompt_ids, bound
+                verdict, attachment, submission, held.lease, opens, self.trainable, self.prompt_ids, bound, needed, pure
             )
         except DecodeError as exc:
             self.taken[job.job_id] = -math.inf  # it will say the same again: somebody else is drawn

@@ -1,4 +1,5 @@
-"""`trainer key rotate|revoke`: how the holder of a run's root key changes its online keys and takes keys back.
+"""`trainer key rotate|revoke|withdraw`: how the holder of a run's root key changes its online keys, and takes keys back
+or rows of evidence.
 
     keys/ROLE-<n>.pem  ->  updates/00000<n>.hw (signed by the root)  ->  the coordinator enters it  ->  members follow
 
@@ -70,7 +71,7 @@ def rotate(config: RunConfig, role: str, root: Path | None) -> dict[str, Any]:
     """
     run_dir, field = config.run_dir, ROLES[role]
     chain = load_chain(run_dir)
-    signer = _root(run_dir, chain, root)
+    signer = root_key(run_dir, chain, root)
     number = len(chain.links) + 1
     file = run_dir / "keys" / f"{KEY_FILES[field]}-{number}.pem"
     public = load_or_create_identity(file).public
@@ -100,7 +101,7 @@ def rotate(config: RunConfig, role: str, root: Path | None) -> dict[str, Any]:
         old = peer_id_text(chain.current.manifest.coordinator_transport)
         addresses = chain.current.manifest.control
         update = replace(update, control=tuple(text.replace(old, peer_id_text(public)) for text in addresses))
-    chain = _write(run_dir, chain, signer, update, now)
+    chain = write_update(run_dir, chain, signer, update, now)
     if role == "transport":
         code = ShareCode(chain.genesis.id, public, chain.current.manifest.control)
         write_atomic(run_dir / "join.hw", (format_share_code(code) + "\n").encode())
@@ -131,7 +132,7 @@ def revoke(config: RunConfig, peer: str, reason: str, root: Path | None, index: 
     except ProtocolError as exc:
         raise UsageError(f"{peer!r} is no peer id; `trainer status --json` and `node id` show them") from exc
     chain = load_chain(run_dir)
-    signer = _root(run_dir, chain, root)
+    signer = root_key(run_dir, chain, root)
     for word, field in ROLES.items():
         if getattr(chain.current.manifest, field) == key:
             raise UsageError(
@@ -147,13 +148,41 @@ def revoke(config: RunConfig, peer: str, reason: str, root: Path | None, index: 
     if at > size:
         raise UsageError(f"--from {at} is beyond the ledger's {size} entries; a key is revoked from what is there on")
     update = RunUpdate(revocations=(Revocation(key, at, reason[:200]),), note=f"revoked: {reason}"[:200])
-    chain = _write(run_dir, chain, signer, update, int(time.time() * 1000))
+    chain = write_update(run_dir, chain, signer, update, int(time.time() * 1000))
     return {
         "run": chain.genesis.id.hex(),
         "update": len(chain.links),
         "peer_id": peer,
         "from": at,
         "next": "a running `trainer serve` follows within seconds, members with their next heartbeat",
+    }
+
+
+def withdraw(config: RunConfig, statistic: str, reason: str, root: Path | None) -> dict[str, Any]:
+    """Take back a row of evidence: from here on nobody is suspended by it, and who was is heard again.
+
+    Args:
+        statistic: the row's; `all` for every row there is.
+
+    Raises:
+        UsageError: the run has no such row, no root key, or it is not this run's.
+    """
+    run_dir = config.run_dir
+    chain = load_chain(run_dir)
+    signer = root_key(run_dir, chain, root)
+    rows = chain.current.manifest.evidence
+    left = tuple(row for row in rows if statistic not in (row.statistic, "all"))
+    if left == rows:
+        there = ", ".join(row.statistic for row in rows) or "nothing"
+        raise UsageError(f"the run sums up no {statistic}; it sums up {there}")
+    update = RunUpdate(evidence=left, no_evidence=not left, note=f"{statistic} is withdrawn: {reason}"[:200])
+    chain = write_update(run_dir, chain, signer, update, int(time.time() * 1000))
+    return {
+        "run": chain.genesis.id.hex(),
+        "update": len(chain.links),
+        "withdrawn": [row.statistic for row in rows if row not in left],
+        "left": [row.statistic for row in left],
+        "next": "a running `trainer serve` follows within seconds; nodes that the row suspended may join again then",
     }
 
 
@@ -180,6 +209,8 @@ def in_words(update: RunUpdate) -> str:
         words
         for words, there in (
             ("new thresholds", update.thresholds or update.bf16),
+            ("other rows of evidence", update.evidence),
+            ("no rows of evidence any more", update.no_evidence),
             ("another lease policy", update.leases),
             ("new addresses", update.control or update.ingress),
             (f"protocol versions from {update.lowest_version:#06x} on", update.lowest_version),
@@ -225,7 +256,8 @@ def last_signer(path: Path) -> bytes:
     return parse(row[0]).signer if row else b""
 
 
-def _root(run_dir: Path, chain: Chain, path: Path | None) -> Identity:
+def root_key(run_dir: Path, chain: Chain, path: Path | None) -> Identity:
+    """The root's private key, from `path` or its place in the run directory. Raises UsageError."""
     file = path or run_dir / "keys" / "root.pem"
     if not file.exists():
         raise UsageError(f"the root key {file} is not there; whoever keeps it offline must give its place: --root PATH")
@@ -235,7 +267,7 @@ def _root(run_dir: Path, chain: Chain, path: Path | None) -> Identity:
     return identity
 
 
-def _write(run_dir: Path, chain: Chain, root: Identity, update: RunUpdate, now: int) -> Chain:
+def write_update(run_dir: Path, chain: Chain, root: Identity, update: RunUpdate, now: int) -> Chain:
     """Sign the next link and put it where the coordinator looks."""
     number = len(chain.links) + 1
     sequence = 1 + max((parse(link.raw).sequence for link in chain.links), default=0)

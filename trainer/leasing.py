@@ -31,6 +31,9 @@ AGAIN_AFTER_S = 3.0
 
 RETRY_MS = 100
 LEAVE_RETRY_MS = 30_000
+PHANTOM_OVER = "this phantom's draw period ends: its key is nobody's secret soon"
+"""Told to `node plant` alone, which goes on with another key."""
+
 CLOCK_S = 1.0
 
 
@@ -129,6 +132,8 @@ class Leasing:
             self.book.append("lease.closed", LeaseClosed(lease_id, _reason(SUSPENDED + node.reason)))
 
     def _decide(self, node: NodeState, request: LeaseRequest) -> leases.Decision:
+        if self.book.plants.is_over(node.key):
+            return leases.Decision("leave", PHANTOM_OVER)
         newcomer, census = node.accepted == 0, self._common()
         return leases.decide(
             self.book.state,

@@ -22,13 +22,9 @@ START_S = 150.0
 """Importing torch on a machine that starts a whole run may take minutes. It is not done with the lowest priority: then
 it would fall into the time in which the run learns, and cost as much as it."""
 
-ANSWER_S = 300.0
-"""What one request may take: the largest submission, read twice, on one thread nobody else wants. A request that takes
-longer is left out; a shorter bound would leave out the checks of slow machines."""
-
 PAUSE_MAX_S = 60.0
 _LINE_BYTES = 1 << 20
-"""Longest answer: evidence on every rollout of a submission has a tenth of it."""
+"""Longest answer: evidence on every rollout of a submission has a fifth of it."""
 
 
 @dataclass
@@ -105,9 +101,9 @@ class CheckProcess:
     async def _exchange(self, process: asyncio.subprocess.Process, request: Request) -> bytes:
         assert process.stdin is not None
         process.stdin.write(request.to_json().encode() + b"\n")
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(request.deadline_s):
             await process.stdin.drain()
-        return await self._line(process, ANSWER_S)
+        return await self._line(process, request.deadline_s)
 
     async def _line(self, process: asyncio.subprocess.Process, deadline_s: float) -> bytes:
         assert process.stdout is not None

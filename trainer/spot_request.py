@@ -11,10 +11,25 @@ from typing import Any
 
 from protocol.evidence import VerdictEvidence
 
+FLOOR_S, A_TOKEN_S, CAP_S = 300.0, 0.05, 7200.0
+"""What a request may take: at least, for each sampled token, at most. A token costs 2 to 5 ms of one core on a 135M
+model; a thread that nobody else wants, on a busy machine, takes ten times as long. Shorter leaves out the checks of
+slow machines, longer lets a process that is stuck hold up the others."""
+
+
+def answer_s(tokens: int, tries: int = 0) -> float:
+    """The deadline of a request: twice as long for each time that it was missed.
+
+    Args:
+        tokens: most sampled tokens that are read for it.
+    """
+    budget = min(CAP_S, max(FLOOR_S, A_TOKEN_S * tokens))
+    return min(CAP_S, budget * 2.0 ** min(tries, 16))
+
 
 @dataclass(frozen=True)
 class Said:
-    """One verdict that accepted some of the rollouts asked about."""
+    """One verdict on the rollouts asked about."""
 
     verdict: int
     """Ledger index."""
@@ -22,11 +37,13 @@ class Said:
     details: bytes
     """BLAKE3 of its details file."""
     outcomes: tuple[int, ...]
+    reasons: tuple[str, ...]
+    """Of every rollout, as the outcomes."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Check some rollouts of one submission against the verdicts that accepted them."""
+    """Check some rollouts of one submission against the verdicts on them."""
 
     lease: bytes
     """The lease's record."""
@@ -36,7 +53,9 @@ class Request:
     positions: tuple[int, ...]
     said: tuple[Said, ...]
     confirm: bool = False
-    """The whole upload, and its rejections with doubled bounds; otherwise a first look."""
+    """The whole upload, and what contradicts a verdict under other bounds too; otherwise a first look."""
+    deadline_s: float = 300.0
+    """What the answer may take (`answer_s`)."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=bytes.hex)
@@ -45,7 +64,13 @@ class Request:
     def from_json(line: str) -> Request:
         raw: dict[str, Any] = json.loads(line)
         said = tuple(
-            Said(one["verdict"], one["round"], bytes.fromhex(one["details"]), tuple(one["outcomes"]))
+            Said(
+                one["verdict"],
+                one["round"],
+                bytes.fromhex(one["details"]),
+                tuple(one["outcomes"]),
+                tuple(one["reasons"]),
+            )
             for one in raw["said"]
         )
         return Request(
@@ -55,6 +80,7 @@ class Request:
             positions=tuple(raw["positions"]),
             said=said,
             confirm=raw["confirm"],
+            deadline_s=raw["deadline_s"],
         )
 
 

@@ -28,7 +28,6 @@ from environments.registry import load
 from protocol import codec
 from protocol.chain import Chain
 from protocol.errors import HeadwaterError, LedgerError, ReasonCode
-from protocol.evidence import VerdictEvidence
 from protocol.files import read_at_most
 from protocol.lifeline import die_with_parent
 from protocol.limits import MAX_ATTACHMENT_BYTES, MAX_SUBMISSION_BYTES, MIB
@@ -37,15 +36,16 @@ from protocol.records import INCONCLUSIVE, Lease, Outcome, VerdictDetails
 from protocol.run_files import load_chain
 from shardcast.archive import open_published
 from trainer.spot_request import Answer, Request, Said
-from verifier import spot
+from verifier import compiled, spot
 from verifier.allocator import keep_freed_memory
 from verifier.errors import VerifierError
 from verifier.model import PolicyModel
 from verifier.profiles import load_to_verify
 
-_WORKING_MIB = 2048
+_WORKING_MIB = 2048 + compiled.MEMORY_MIB
 """Beside four times the weights (a policy, the next one, both as files that are mapped): one prefill's states and
-logits, the upload, what the libraries reserve. Less makes checks of long rollouts fail, which counts as left out."""
+logits, the upload, compiled loops, what the libraries reserve. Less makes checks of long rollouts fail, which counts as
+left out."""
 
 
 class Checker:
@@ -71,22 +71,15 @@ class Checker:
         blob = self._read(f"{lease.lease_id.hex()}.hws", MAX_SUBMISSION_BYTES, request.digest)
         policy = self._load(run, lease)
         environment = self._environment(run, lease.environment)
-        judge = spot.confirm if request.confirm else spot.look
-        found = judge(run, lease, blob, request.raw_length, policy, environment, request.positions)
-        bound = run.manifest.thresholds.logprob
-        evidence: list[VerdictEvidence] = []
-        for said in request.said:
-            details = self._details(lease, said)
-            for position, one in found.items():
-                outcome = Outcome(said.outcomes[position], "")
-                detail = details.rollouts[position] if position < len(details.rollouts) else None
-                if not request.confirm and spot.suspicious(outcome, detail, one, bound):
-                    return Answer(suspicious=True)
-                against = spot.contradiction(said.verdict, position, outcome, detail, one, bound)
-                if request.confirm and against is not None:
-                    evidence.append(against)
-        undecided = sum(one.outcome.outcome == INCONCLUSIVE for one in found.values())
-        return Answer(decided=len(found) - undecided, evidence=tuple(evidence))
+        upload = spot.Upload(run, lease, blob, request.raw_length, policy, environment)
+        words = [self._word(lease, said) for said in request.said]
+        confirmed = request.confirm
+        found = spot.confirm(upload, request.positions, words) if confirmed else spot.look(upload, request.positions)
+        against = [one for word in words for one in spot.contradictions(word, found, upload)]
+        if against and not confirmed:
+            return Answer(suspicious=True)
+        undecided = sum(found[position].outcome.outcome == INCONCLUSIVE for position in request.positions)
+        return Answer(decided=len(request.positions) - undecided, evidence=tuple(against))
 
     def _rules(self, digest: bytes) -> Run:
         """The run under the manifest that a lease names, which may be newer than what was read last."""
@@ -117,6 +110,10 @@ class Checker:
                 raise VerifierError("the lease names an environment that the manifest does not have")
             self._environments[digest] = load(spec)
         return self._environments[digest]
+
+    def _word(self, lease: Lease, said: Said) -> spot.Word:
+        outcomes = [Outcome(outcome, reason) for outcome, reason in zip(said.outcomes, said.reasons, strict=True)]
+        return spot.Word(said.verdict, outcomes, self._details(lease, said).rollouts)
 
     def _details(self, lease: Lease, said: Said) -> VerdictDetails:
         name = f"{lease.lease_id.hex()}.{said.round}.hwv"

@@ -14,7 +14,11 @@
     keys_end[]                keys in use whose delegation ends within a month, a sentence each
     rollouts, batches, leases_open, ledger_entries, ledger_problems, http_fallbacks, host_restarts, staleness_mean
     validators_checked        of the rollouts drawn for a check of their validator by the coordinator: checked, left_out
-                              (not made), waiting; contradicted: validators suspended for what they accepted
+                              (not made), waiting, unconfirmed (contradicted once, and not yet or never again);
+                              contradicted: validators suspended for what they said
+    plants                    submissions of phantoms: sent, altered (of them), judged (verdicts on them), contradicted
+                              (validators whose trust one of those verdicts ended); period: the newest draw period (-1:
+                              none), entered: submissions in it
     recent_events[]           time and text
 
 Not covered: the learner and the origin, which are processes of their own (`trainer.picture` looks at their files).
@@ -128,6 +132,7 @@ class StatusWriter:
             "host_restarts": restarts,
             "staleness_mean": round(self.staleness.mean, 4),
             "validators_checked": self.checks(),
+            "plants": self.book.plants.counts(),
             "recent_events": list(self.news.events),
         }
 

@@ -106,6 +106,7 @@ def _checks(state: RunState, status: dict[str, Any]) -> dict[str, int]:
         "checked": int(said.get("checked", 0)),
         "contradicted": sum(node.reason == ReasonCode.VALIDATOR_WRONG for node in state.nodes.values()),
         "left_out": int(said.get("left_out", 0)) + int(said.get("waiting", 0)),
+        "unconfirmed": int(said.get("unconfirmed", 0)),
     }
 
 

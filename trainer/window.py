@@ -10,6 +10,7 @@ Not covered: decisions (`leases`, `drawing`, `batches`), which read the state an
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.envelope import parse
@@ -73,6 +74,8 @@ class Window:
 
     max_staleness: int
     state: RunState
+    is_plant: Callable[[LeaseState], bool] = field(default=lambda held: False, repr=False, compare=False)
+    """Whether the answer to a lease is false on purpose (`plants`): nothing of it is learned from."""
     open: dict[bytes, None] = field(default_factory=dict)
     """Leases handed out and not yet submitted or closed, oldest first."""
     live: dict[bytes, None] = field(default_factory=dict)
@@ -218,9 +221,9 @@ class Window:
         accomplice could take over what a node dropped and answer with garbage, and its rewards would never be known.
         """
         held = self.state.leases[submission.lease_id]
-        missing = []
+        missing, again = [], submission.kept.keys() | submission.spent
         for group in self.groups(submission.lease_id):
-            if group.status == "trained" or any(position in submission.kept for position in group.rollouts):
+            if group.status == "trained" or any(position in again for position in group.rollouts):
                 continue  # learned from, or sampled again since it was first decided
             if any(submission.outcomes[position].status in _UNUSABLE for position in group.rollouts):
                 missing.append(group.task)
@@ -246,9 +249,12 @@ class Window:
         else:
             whole = "open" if submission is None else ""
         out = []
+        plant = submission is not None and self.is_plant(held)
         for position, task in enumerate(lease.tasks):
             rollouts = tuple(range(position * count, (position + 1) * count))
             status = whole if submission is None else whole or self._status(submission, rollouts)
+            if plant and status == "accepted":  # not sooner: pacing would tell what it is before its verdict
+                status = "dead"
             out.append(Group(held.lease_id, task, lease.step, rollouts, status))
         return out
 

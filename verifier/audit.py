@@ -10,7 +10,8 @@
                  that the lease names
     evidence     what suspended a key without a verdict, computed again, see `evidence_check` too; relays that were
                  accused, see `accusations`; validators that were, see `spot_audit`
-    batches      rebuilt from ledger, uploads and details, and compared with the file
+    batches      rebuilt from ledger, uploads and details, and compared with the file; that none holds what the
+                 operator's phantoms altered, see `plants`
     copies       `model/`, checkpoints and the reward curve of `metrics.jsonl`, where they are there; see `copies`
 
 Nothing is written inside the archive, no key and no `state_dir` is needed, and neither `trainer` nor `node` is
@@ -52,6 +53,7 @@ from verifier.draws import Draws
 from verifier.drops_check import check_drops
 from verifier.evidence_check import check_node_evidence
 from verifier.model import load_tokenizer, prompt_ids
+from verifier.plants import check_plants
 from verifier.promises import check_promises, read_promises
 from verifier.report import Report
 from verifier.spot_audit import check_verdict_evidence, count_checks
@@ -110,6 +112,7 @@ def audit(root: Path, options: Options, progress: Progress = lambda done, total:
         check_node_evidence(archive, state, report)
         auditor.check_verdict_evidence(state)
         trained = check_batches(archive, report, auditor.prompt)
+        check_plants(archive, state, report)
         auditor.check_unnamed()
         check_copies(archive, auditor.published, trained, report)
         report.groups_untrained = groups_untrained(state)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import math
 import platform
 import shlex
 import sys
@@ -42,15 +44,18 @@ from protocol.engine import (
     LoadRequest,
 )
 from protocol.files import write_atomic
+from protocol.limits import PROOF_CHUNK_TOKENS
 from protocol.seeds import sampling_seed
 from verifier import replay, sampling, toploc
 from verifier.checks.proof import as_bf16
 from verifier.errors import CalibrationError, RouteError
 from verifier.logprobs import token_logprobs
 from verifier.model import PolicyModel, Prefilled, prompt_ids
+from verifier.points import chunk_rows
 from verifier.profiles import load_to_verify, profile_of
 from verifier.replay import Routed
 from verifier.route_noise import score_noise
+from verifier.statistics import LEAN_SCALE
 from verifier.thresholds import (
     BF16_MEAN_TOKENS,
     BF16_ROLLOUT_CHUNKS,
@@ -59,6 +64,7 @@ from verifier.thresholds import (
     SAFETY,
     Bf16Measurement,
     Measurement,
+    blind_to,
     compared,
     false_rejects,
     to_json,
@@ -78,14 +84,14 @@ class Plan:
     """What is measured over, beside batch sizes.
 
     sockets: running engines of one profile. rollouts: per engine, decoding batch and context. contexts: tokens that
-    prompts are filled up to, 0 for the environment's own. tokens: sampled per rollout, whatever ends one; 0 samples as
-    the environment does. attention: the verifier's kernels. threads: its CPU threads.
+    prompts are filled up to, 0 for the environment's own. tokens: lengths to sample, whatever ends a rollout; 0 samples
+    as the environment does. attention: the verifier's kernels. threads: its CPU threads.
     """
 
     sockets: tuple[str, ...]
     rollouts: int
     contexts: tuple[int, ...] = (0,)
-    tokens: int = 0
+    tokens: tuple[int, ...] = (0,)
     attention: tuple[str, ...] = ("sdpa", "eager")
     threads: tuple[int, ...] = (1, 2)
     decode_batches: tuple[int, ...] = DECODE_BATCHES
@@ -129,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     measured = asyncio.run(measure(args.model, plan, make(args.environment), _command(sys.argv[1:])))
     text = to_json(measured)
     write_atomic(args.out, text.encode("utf-8"))
-    sys.stdout.write(text if getattr(args, "json", False) else _summary(measured, args.out))
+    sys.stdout.write(text if getattr(args, "json", False) else summary(measured, args.out))
     return 0
 
 
@@ -164,13 +170,13 @@ async def measure(directory: Path, plan: Plan, environment: Environment, command
         index = 0
         for client, info in zip(clients, infos, strict=True):
             await client.call("load", LoadRequest(str(directory.resolve()), 0, 0, root), Loaded, _LOAD_S)
-            for context in plan.contexts:
-                for size in plan.decode_batches:
-                    indices = range(index, index + plan.rollouts)
-                    items = [_item(policy, environment, plan, i, context) for i in indices]
-                    index += plan.rollouts
-                    for start in range(0, len(items), size):
-                        await _ask(client, info, policy, environment, plan, items[start : start + size], seen, prefills)
+            for context, tokens, size in itertools.product(plan.contexts, plan.tokens, plan.decode_batches):
+                stop = () if tokens else _stop_tokens(policy, environment)
+                indices = range(index, index + plan.rollouts)
+                items = [_item(policy, environment, i, context, tokens) for i in indices]
+                index += plan.rollouts
+                for start in range(0, len(items), size):
+                    await _ask(client, info, policy, stop, items[start : start + size], seen, prefills)
     finally:
         torch.set_num_threads(1)
         for client in clients:
@@ -182,13 +188,11 @@ async def _ask(
     client: EngineClient,
     info: EngineInfo,
     policy: PolicyModel,
-    environment: Environment,
-    plan: Plan,
+    stop: tuple[int, ...],
     items: list[GenerateItem],
     seen: _Seen,
     prefills: Sequence[_Prefill],
 ) -> None:
-    stop = () if plan.tokens else _stop_tokens(policy, environment)
     request = GenerateRequest(policy.root, _TEMPERATURE, stop, tuple(items))
     answer = await client.call("generate", request, Generated, _GENERATE_S)
     if [out.request_id for out in answer.outputs] != [item.request_id for item in request.items]:
@@ -237,20 +241,29 @@ def _measurement(
             route_choices=seen.route_choices,
             route_shortfall=largest.get("route_shortfall", 0.0),
             route_scores=largest.get("route_scores", 0.0),
+            route_scores_mean=sums.get("route_scores", 0.0) / max(1.0, sums.get("route_scored", 0.0)),
+            route_level=sums.get("route_level", 0.0) / max(1.0, sums.get("route_scored", 0.0)),
+            route_not_first=math.ceil(sums.get("route_not_first", 0.0)),
         )
     return Bf16Measurement(
         **how,
-        exponents=int(largest["exponents"]),
-        chunk_mantissa=largest["chunk_mantissa"],
+        exponents=int(largest.get("exponents", 0)),
+        chunk_mantissa=largest.get("chunk_mantissa", 0.0),
         rollout_mantissa=largest.get("rollout_mantissa", 0.0),
         margin_mean=largest["margin_mean"],
         logprob_mean=largest["logprob_mean"],
         mantissa_mean=sums["mantissa"] / sums["compared"],
         margin_sum_mean=sums["margin"] / sums["compared"],
+        short_chunks=sum(length % PROOF_CHUNK_TOKENS > 0 for length in seen.lengths),
+        short_exponents=int(largest.get("short_exponents", 0)),
+        short_mantissa=largest.get("short_mantissa", 0.0),
+        mismatch_k3_mean=sums["k3"] / sums["compared"],
+        lean_above_mean=1.0 + sums["lean"] / sums["compared"],
+        lean_deviation=math.sqrt(max(0.0, sums["lean2"] / sums["compared"] - (sums["lean"] / sums["compared"]) ** 2)),
     )
 
 
-def _item(policy: PolicyModel, environment: Environment, plan: Plan, index: int, context: int) -> GenerateItem:
+def _item(policy: PolicyModel, environment: Environment, index: int, context: int, tokens: int) -> GenerateItem:
     """One request. Prompts shorter than `context` get other tasks' in front: text the model takes as examples."""
     prompt = prompt_ids(policy.tokenizer, environment.task(index).prompt)
     before: list[int] = []
@@ -263,7 +276,7 @@ def _item(policy: PolicyModel, environment: Environment, plan: Plan, index: int,
         request_id=str(index),
         prompt=np.asarray(prompt, dtype="<u4").tobytes(),
         seed=sampling_seed(_RUN, bytes(32), index, 0),
-        max_new_tokens=plan.tokens or environment.max_new_tokens,
+        max_new_tokens=tokens or environment.max_new_tokens,
     )
 
 
@@ -291,16 +304,21 @@ def _compare(
         else:
             prefilled = replay.prefill(prefill.policy, routed, ROUTE_CEILING, prefill.batch)
             seen.note("route_shortfall", max(one.shortfall for one in routed))
+            seen.add("route_not_first", sum(one.not_first for one in routed) / len(prefills))
+            routed = [Routed(one.prompt, one.tokens, one.routes_PYK) for one in routed]
         torch.set_num_threads(1)
         if profile == "fp32":
             for fp32 in toploc.verify_many([p.states_NH for p in prefilled], proofs, PROOF_GATE / SAFETY):
                 seen.note("proof_median", max(chunk.median for chunk in fp32))
                 seen.note("proof_outliers", max(chunk.outliers for chunk in fp32))
         else:
-            for bf16 in toploc.verify_many_bf16([as_bf16(p.states_NH) for p in prefilled], proofs):
+            compared_chunks = toploc.verify_many_bf16([as_bf16(p.states_NH) for p in prefilled], proofs)
+            for bf16, (_, tokens) in zip(compared_chunks, sequences, strict=True):
                 means = [chunk.mantissa_mean for chunk in bf16]
-                seen.note("exponents", max(chunk.exponents for chunk in bf16))
-                seen.note("chunk_mantissa", max(means))
+                for chunk, rows in zip(bf16, chunk_rows(len(tokens)), strict=True):
+                    whole = rows == PROOF_CHUNK_TOKENS
+                    seen.note("exponents" if whole else "short_exponents", chunk.exponents)
+                    seen.note("chunk_mantissa" if whole else "short_mantissa", chunk.mantissa_mean)
                 if len(means) >= BF16_ROLLOUT_CHUNKS:
                     seen.note("rollout_mantissa", sum(means) / len(means))
                 seen.add("mantissa", sum(means) / len(means))
@@ -329,7 +347,11 @@ def _routed(
             raise CalibrationError(f"request {out.request_id}: its routes do not hold: {exc}") from exc
         routed.append(Routed(tuple(prompt.tolist()), tokens, routes_PYK))
         seen.route_choices += routes_PYK.shape[0] * routes_PYK.shape[1]
-    seen.note("route_scores", score_noise(policy, routed[:_SCORED]))
+    noise = score_noise(policy, routed[:_SCORED])
+    seen.note("route_scores", noise.largest)
+    seen.add("route_scores", noise.choices * noise.mean)
+    seen.add("route_scored", noise.choices)
+    seen.add("route_level", noise.level)
     return routed
 
 
@@ -358,9 +380,14 @@ def _compare_tokens(
     difference_N = (claimed_N - own_N).astype(np.float64)
     count = max(len(tokens), BF16_MEAN_TOKENS)
     seen.note("token_margin", float(margins_N.max()))
-    seen.note("margin_mean", float(margins_N.sum(dtype=np.float64)) / count)
+    seen.note("margin_mean", float(margins_N.sum(dtype=np.float64) - margins_N.max()) / count)
     seen.note("logprob", float(np.abs(difference_N).max()))
-    seen.note("logprob_mean", abs(float(difference_N.sum())) / count)
+    largest = difference_N[np.abs(difference_N).argmax()]
+    seen.note("logprob_mean", abs(float(difference_N.sum() - largest)) / count)
+    lean = min(1.0, max(-1.0, float(difference_N.mean()) / LEAN_SCALE))
+    seen.add("lean", lean)
+    seen.add("lean2", lean**2)
+    seen.add("k3", float(np.mean(np.expm1(-difference_N) + difference_N)))
     seen.add("margin", float(margins_N.sum(dtype=np.float64)))
     seen.add("compared", 1)
     seen.tokens_not_first += int((margins_N > 0).sum()) if first else 0
@@ -393,7 +420,8 @@ def _machine() -> str:
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
-def _summary(measured: Measurement | Bf16Measurement, out: Path) -> str:
+def summary(measured: Measurement | Bf16Measurement, out: Path) -> str:
+    """For people: what was measured, what follows, and what that no longer shows."""
     lines = [
         f"{measured.rollouts} honest rollouts, {measured.tokens} tokens, {measured.chunks} proof chunks",
         f"  0 of {measured.rollouts} are rejected, so at 95% at most {false_rejects(measured.rollouts):.2%} are",
@@ -401,4 +429,5 @@ def _summary(measured: Measurement | Bf16Measurement, out: Path) -> str:
     for name, value, bound in compared(measured):
         lines.append(f"  {name:<44} {value:<9.3g} threshold {bound:.3g}")
     lines.append(f"  {measured.tokens_not_first} tokens are not the verifier's first choice")
+    lines += [f"  but {text}" for text in blind_to(measured)]
     return "\n".join([*lines, f"written to {out}", ""])

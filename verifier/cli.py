@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from protocol.commands import SayVersion, fail
 from protocol.errors import HeadwaterError, UsageError
+from verifier import stopping
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -30,7 +30,7 @@ _EPILOG = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     if argv is None:
-        signal.signal(signal.SIGTERM, _leave)
+        stopping.listen()
     parser = _parser()
     args = parser.parse_args(argv)
     command: Command | None = getattr(args, "run_command", None)
@@ -38,18 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        return command(args)
+        code = command(args)
+        return stopping.heard() or code
     except HeadwaterError as exc:
         return fail(f"verifier {args.command}", exc, as_json=args.json, code=2)
     except OSError as exc:
         return fail(f"verifier {args.command}", exc, as_json=args.json, code=2)
     except KeyboardInterrupt:
         return 130
-
-
-def _leave(number: int, _: object) -> None:
-    """Leave as Ctrl-C does: an audit's temporary copies of the weights go with it."""
-    raise SystemExit(128 + number)
 
 
 def _print(text: str) -> None:
@@ -107,11 +103,11 @@ def _parser() -> argparse.ArgumentParser:
                      help="socket of a running engine; repeatable: other threads, kernels, devices")  # fmt: skip
     sub.add_argument("--environment", default="word", metavar="NAME", help="whose prompts to sample from")
     sub.add_argument("--rollouts", type=int, default=200, metavar="N",
-                     help="how many to measure on, for each engine, batch size and context (default: 200)")  # fmt: skip
+                     help="how many for each engine, batch size, context and length (default: 200)")  # fmt: skip
     sub.add_argument("--contexts", type=_numbers(0), default=(0,), metavar="N,..",
                      help="tokens that prompts are filled up to (default: 0, the environment's own)")  # fmt: skip
-    sub.add_argument("--tokens", type=int, default=0, metavar="N",
-                     help="tokens to sample, whatever ends a rollout (default: as the environment does)")  # fmt: skip
+    sub.add_argument("--tokens", type=_numbers(0), default=(0,), metavar="N,..",
+                     help="lengths to sample, whatever ends one (default: 0, as the environment does)")  # fmt: skip
     sub.add_argument("--batches", type=_numbers(1), default=(1, 8, 32, 128), metavar="N,..",
                      help="rollouts that are decoded at once (default: 1,8,32,128)")  # fmt: skip
     sub.add_argument("--attention", type=_kernels, default=("sdpa", "eager"), metavar="A,..",
@@ -242,8 +238,6 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     if args.rollouts < 1:
         raise UsageError("--rollouts must be at least 1; 200 is what the shipped measurements use")
-    if args.tokens < 0:
-        raise UsageError("--tokens must be at least 1, or 0 to sample as the environment does")
     return calibrate.run(args)
 
 

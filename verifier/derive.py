@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from environments.base import Environment
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.identity import peer_id_text
-from protocol.records import ACCEPT, INCONCLUSIVE, REJECT, RolloutDetail
+from protocol.records import ACCEPT, INCONCLUSIVE, REJECT
 from shardcast.archive import Archive
 from shardcast.heads import publication_name
+from verifier import compare
 from verifier.archive import RunArchive, SubmissionFact, VerdictFact
+from verifier.compare import Apart
 from verifier.judge import Judgement, judge_upload
 from verifier.model import PolicyModel
 from verifier.profiles import load_to_verify
@@ -50,6 +50,13 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """Said before a submission is derived, with the weights loaded: what ends the process now is its doing."""
+
+    submission: int
+
+
+@dataclass(frozen=True)
 class Wrong:
     """A verdict that is not what was derived."""
 
@@ -72,6 +79,8 @@ class Derivation:
     wrong: tuple[Wrong, ...] = ()
     decided_here: Mapping[str, int] = field(default_factory=dict)
     """Validator (peer id) -> rollouts that it left undecided and this machine decided."""
+    apart: Mapping[int, Mapping[str, Apart]] = field(default_factory=dict)
+    """Verdict -> number -> how far it is off here, for the sum over its validator."""
     derived: tuple[Derived, ...] = ()
     """With `--rollout`: what was derived about it."""
     failed: str = ""
@@ -93,6 +102,10 @@ class Derivation:
                 for w in raw.get("wrong", ())
             ),
             decided_here={str(who): int(count) for who, count in raw.get("decided_here", {}).items()},
+            apart={
+                int(verdict): {str(name): _apart(one) for name, one in dict(numbers).items()}
+                for verdict, numbers in raw.get("apart", {}).items()
+            },
             derived=tuple(Derived(**one) for one in raw.get("derived", ())),
             failed=str(raw.get("failed", "")),
         )
@@ -101,9 +114,13 @@ class Derivation:
         """Whether it says something about each rollout of this submission, once, and about nothing else."""
         positions = sorted([*self.known, *(at for at, _ in self.undecided)])
         about = {verdict.index for verdict in verdicts}
-        return positions == list(range(fact.rollouts)) and all(
-            wrong.verdict in about and wrong.positions and set(wrong.positions) <= set(self.known)
-            for wrong in self.wrong
+        return (
+            positions == list(range(fact.rollouts))
+            and self.apart.keys() <= about
+            and all(
+                wrong.verdict in about and wrong.positions and set(wrong.positions) <= set(self.known)
+                for wrong in self.wrong
+            )
         )
 
     def failures(self, fact: SubmissionFact, verdicts: Iterable[VerdictFact]) -> Iterator[Failure]:
@@ -163,14 +180,15 @@ class Deriver:
         self._policy: PolicyModel | None = None
         self._loaded: tuple[int, int] | None = None
 
-    def derive(self, part: Part) -> Iterator[Derivation]:
-        """One for each submission of the part, in its order.
+    def derive(self, part: Part) -> Iterator[Begun | Derivation]:
+        """For each submission of the part, in its order, first that it is begun, then what was derived.
 
         Raises:
             ProtocolError, OSError: the part's weights can't be had.
         """
         policy = self._load(part.epoch, part.step)
         for index in part.submissions:
+            yield Begun(index)
             yield self._derive(self._archive.facts.submissions[index], policy)
 
     def _load(self, epoch: int, step: int) -> PolicyModel:
@@ -206,7 +224,8 @@ class Deriver:
         undecided = tuple((i, judgement.outcomes[i].reason) for i in positions if i not in known)
         verdicts = self._verdicts[fact.index]
         decided_here: Counter[str] = Counter()
-        wrong = [self._compare_one(verdict, judgement, known, decided_here) for verdict in verdicts]
+        apart: dict[int, Mapping[str, Apart]] = {}
+        wrong = [self._compare_one(verdict, judgement, known, decided_here, apart) for verdict in verdicts]
         derived: tuple[Derived, ...] = ()
         if self._only:
             derived = tuple(
@@ -220,14 +239,20 @@ class Deriver:
                 for i in positions
             )
         found = tuple(one for one in wrong if one is not None)
-        return Derivation(fact.index, known, undecided, found, dict(decided_here), derived)
+        return Derivation(fact.index, known, undecided, found, dict(decided_here), apart, derived)
 
     def _compare_one(
-        self, fact: VerdictFact, judgement: Judgement, positions: Sequence[int], decided_here: Counter[str]
+        self,
+        fact: VerdictFact,
+        judgement: Judgement,
+        positions: Sequence[int],
+        decided_here: Counter[str],
+        apart: dict[int, Mapping[str, Apart]],
     ) -> Wrong | None:
         """What one verdict is wrong about. An inconclusive one claims nothing."""
         details = self._archive.details(fact).rollouts if fact.file not in self._damaged else None
         wrong: dict[int, str] = {}
+        accepted: list[int] = []
         for i in positions:
             said, ours = fact.verdict.outcomes[i], judgement.outcomes[i]
             if said.outcome == INCONCLUSIVE:
@@ -235,11 +260,20 @@ class Deriver:
                 continue
             if said.outcome != ours.outcome:
                 wrong[i] = f"says {WORDS.get(said.outcome, 'nothing')}, but it is {WORDS[ours.outcome]} ({ours.reason})"
-            elif said.outcome == ACCEPT and details is not None:
-                bound = self._archive.rules(fact.submission.lease).manifest.thresholds.logprob
-                text = differs(details[i] if i < len(details) else None, judgement.details[i], bound)
-                if text:
-                    wrong[i] = text
+            elif said.outcome == ACCEPT:
+                accepted.append(i)
+        if details is not None and accepted:
+            lease = fact.submission.lease
+            rules = compare.Rules.of(self._archive.rules(lease).manifest, lease)
+            theirs = {i: details[i] if i < len(details) else None for i in accepted}
+            own = {i: judgement.details[i] for i in accepted}
+            held = compare.Held(theirs, own, rules)
+            for group in [*compare.by_task(accepted, lease.samples), accepted]:  # by task as the coordinator looks
+                for one in held.differences(group):
+                    wrong.setdefault(one.position, f"its details {one.message}")
+            sums = held.sums()
+            if sums:
+                apart[fact.index] = sums
         if not wrong:
             return None
         first = min(wrong)
@@ -250,16 +284,8 @@ def _numbers(judgement: Judgement, position: int) -> dict[str, float]:
     return {number.name: number.value for number in judgement.details[position].numbers}
 
 
-def differs(said: RolloutDetail | None, ours: RolloutDetail, bound: float) -> str:
-    """What is wrong with the numbers an accepting validator handed to the learner; empty when nothing is."""
-    if said is None or len(said.logprobs) != len(ours.logprobs):
-        return "its details do not hold one log-probability per token"
-    if said.reward != ours.reward:
-        return f"its details give reward {said.reward:g}, but it is {ours.reward:g}"
-    difference = np.abs(np.frombuffer(said.logprobs, "<f4") - np.frombuffer(ours.logprobs, "<f4"))
-    if len(difference) and not float(difference.max()) <= bound:
-        return f"its details are off by {float(difference.max()):.3g} in a log-probability"
-    return ""
+def _apart(raw: Mapping[str, Any]) -> Apart:
+    return Apart(float(raw["off"]), float(raw["jump"]), float(raw["noise"]))
 
 
 def unreadable(exc: ProtocolError | OSError) -> str:

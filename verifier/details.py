@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from protocol import codec
 from protocol.errors import ProtocolError, ReasonCode
-from protocol.records import ACCEPT, Rollout, Submission
+from protocol.records import ACCEPT, Rollout, RolloutDetail, Submission
 from verifier.archive import RunArchive, VerdictFact
-from verifier.claims import contradiction
+from verifier.claims import contradiction, scored_purely
+from verifier.compare import required, unfit
 from verifier.judge import decompress_submission
 from verifier.report import Failure, Report
 
@@ -35,19 +36,26 @@ def check_claims(archive: RunArchive, report: Report) -> None:
 
 def _check_one(archive: RunArchive, report: Report, fact: VerdictFact, rollouts: tuple[Rollout, ...]) -> None:
     details = archive.details(fact).rollouts
-    bound = archive.rules(fact.submission.lease).manifest.thresholds.logprob
+    manifest = archive.rules(fact.submission.lease).manifest
+    bound, needed = manifest.thresholds.logprob, required(manifest)
+    pure = scored_purely(manifest, fact.submission.lease)
     wrong = {
         i: text
         for i, outcome in enumerate(fact.verdict.outcomes)
         if outcome.outcome == ACCEPT
         and i < min(len(rollouts), len(details), fact.submission.rollouts)
-        and (text := contradiction(rollouts[i], details[i], bound))
+        and (text := contradiction(rollouts[i], details[i], bound, pure=pure) or _lacking(details[i], needed))
     }
     if wrong:
         first = min(wrong)
         ids = tuple(fact.submission.rollout_id(i) for i in wrong)
         text = f"{len(wrong)} rollouts contradict the upload it accepts: {ids[0]} was accepted {wrong[first]}"
         report.failures.append(Failure(fact.record, ReasonCode.VERDICT_WRONG, text, ids))
+
+
+def _lacking(detail: RolloutDetail, needed: frozenset[str]) -> str:
+    name = unfit(detail, needed)
+    return name and f"without {name}, which the run sums up"
 
 
 def _rollouts(archive: RunArchive, fact: VerdictFact) -> tuple[Rollout, ...]:

@@ -13,7 +13,7 @@ import math
 from collections import deque
 
 from protocol.errors import ProtocolError, ReasonCode
-from protocol.manifest import EvidenceRow
+from protocol.evidence_rows import EvidenceRow
 from protocol.records import NodeEvidence
 from protocol.state import RunState
 from verifier.archive import RunArchive

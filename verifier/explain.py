@@ -170,6 +170,26 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Ask the run's operator why. An operator whose machine was taken over makes a new key on a clean machine and "
         "asks for a new grant; a node joins with a new identity.",
     ),
+    ReasonCode.EVIDENCE_UNKNOWN: Explanation(
+        "The run's manifest sums up a number of its rollouts that this version of headwater does not know.",
+        "The list of such numbers is part of the protocol (docs/protocol.md); a row that half of the members can't "
+        "compute would condemn by the word of the other half.",
+        "Take the version that the run was opened with. Whoever opens a run leaves out rows of other profiles.",
+    ),
+    ReasonCode.EVIDENCE_BOUNDS: Explanation(
+        "A row of evidence in the run's manifest, or in an update of it, can't be summed up by.",
+        "0 < honest < clip, 0 < bet < 1 and a bar that an honest node crosses less than once in a million rollouts: "
+        "anything else never rises or bans at random.",
+        "The run's operator opens runs with rows made by rule (`trainer init`), or withdraws the row (`trainer key "
+        "withdraw`).",
+    ),
+    ReasonCode.EVIDENCE_TOO_STRICT: Explanation(
+        "A row of evidence in the run's manifest, or in an update of it, would suspend nodes that pass every check.",
+        "Its honest mean lies below what the thresholds beside it let honest machines have, or only one kind of "
+        "machine was ever measured.",
+        "The run's operator loosens the row in the update that changes the thresholds, or withdraws it before "
+        "(`trainer key withdraw`).",
+    ),
     ReasonCode.USAGE: Explanation(
         "A command, path or configuration is wrong; the message names it.", _RETRY, "Change what the message names."
     ),
@@ -242,7 +262,8 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "A claimed log-probability differs from the policy's by more than the run's bound.",
         "It catches invented log-probabilities and those of another model or temperature: they steer the training "
         "step, and wrong ones can push the model in a chosen direction. A bf16 run trains on the claimed ones, so "
-        "their sum over a rollout has a bound too. " + _DETERMINISTIC,
+        "their sum over a rollout has a bound too, and what lies below it is added up over a node's rollouts. "
+        + _DETERMINISTIC,
         "Report log_softmax(logits / temperature) of the raw float32 logits, without the sampling noise.",
     ),
     ReasonCode.ROUTES_MALFORMED: Explanation(
@@ -255,10 +276,11 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
     ),
     ReasonCode.ROUTES_FORGED: Explanation(
         "The rollout names experts that the policy's routers do not choose: one that was left out beats one that was "
-        "taken by more than the run's bound.",
+        "taken by more than the run's bound, or too many choices are not the routers' own.",
         "Between experts that are level within rounding an honest machine may take either, so a validator follows the "
-        "node's choice there. It catches choices beyond that: always the same expert to save memory, fewer distinct "
-        "ones to save time, or the choices of other weights, even with proofs made under them. " + _DETERMINISTIC,
+        "node's choice there, in as many places as rounding makes. It catches choices beyond that: always the same "
+        "expert to save memory, fewer distinct ones to save time, the choices of other weights, or every level pair "
+        "turned as the node likes, even with proofs made under them. " + _DETERMINISTIC,
         "Let the model's own routers choose, from the published weights and their correction bias, in the run's dtype. "
         "Run `verifier calibrate` on the machine: above the bound it must not join.",
     ),
@@ -276,7 +298,8 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "Lost leases were done again by other nodes under the same seeds, so their rewards are known; what did not "
         "come back whole counts for the key. Losing more of the long answers is allowed for. The chance that a node "
         "which loses leases for other reasons looks like this is below one in ten million, however often one looks. "
-        "Everybody with the archive can compute the number again.",
+        "Everybody with the archive can compute the number again, and when a validator is found to be wrong the "
+        "coordinator does, without it.",
         "Return what was leased, in time, whatever its reward, and let leases fail only for reasons that have nothing "
         "to do with it, as time and memory have. If the engine dies on odd answers, repair it before you join with a "
         "new identity.",
@@ -288,7 +311,8 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "The ledger names the hypothesis and the number; the bar, the honest mean and the measurement behind them are "
         "in the manifest. The sum clears the bar without the numbers of any one validator, so that no single one can "
         "frame a node, and only while other nodes of the run do not show the same. Everybody with the archive can "
-        "compute the number again.",
+        "compute the number again. It is taken back when a validator whose numbers it read is found to be wrong, or "
+        "its row of the manifest is withdrawn or loosened; the sum that is left may suspend again.",
         "Use the exact weights, dtype, cache and sampling that the manifest names: no quantised cache, no other "
         "temperature, the newest policy. Run `verifier calibrate` on the machine and compare with the manifest's row "
         "before you join with a new identity.",
@@ -301,11 +325,12 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
         "signs. Then join with a new identity.",
     ),
     ReasonCode.VALIDATOR_WRONG: Explanation(
-        "A validator accepted a rollout that the run's rules reject, also with every bound doubled, or handed over "
-        "other numbers than the run's model gives.",
-        "The coordinator checked a drawn share of the accepted rollouts itself, this one twice, in two processes. The "
-        "ledger names verdict and rollout, so anybody can make the check again. The validator's verdicts count no "
-        "more, and what they alone let in and no batch had taken was judged again.",
+        "A validator accepted a rollout that the run's rules reject, or rejected one that holds, each by more than two "
+        "verifiers may differ by; or it handed over other numbers than the run's model gives.",
+        "The coordinator checked a drawn share of the rollouts itself, this one twice, in two processes. The ledger "
+        "names verdict, rollout and number, so anybody can make the check again. The validator's verdicts count no "
+        "more: what they alone let in and no batch had taken was judged again, and whoever was suspended on them was "
+        "heard again.",
         "Run `verifier audit RUN` on another machine. If it calls the accusation false, the coordinator's machine is "
         "at fault. If not, look at the validator's memory and release before its operator joins with a new key.",
     ),
@@ -351,8 +376,8 @@ EXPLANATIONS: dict[ReasonCode, Explanation] = {
     ),
     ReasonCode.BATCH_WRONG: Explanation(
         "A batch holds something that the ledger does not support: a rollout that was not accepted, is too old, "
-        "appears twice, or differs from what was verified. Or a row of `metrics.jsonl` says something else of a "
-        "step than its batch does.",
+        "appears twice, differs from what was verified, or was altered on purpose under one of the operator's own keys "
+        "to see what validators say. Or a row of `metrics.jsonl` says something else of a step than its batch does.",
         "The batch file and the ledger entry are both the trainer's own; recomputing it from verified rollouts gives "
         "other bytes.",
         "Operators: training after this batch does not rest on verified rollouts; go back to the checkpoint before it. "

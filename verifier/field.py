@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.limits import PROOF_MODULUS_MAX
+from verifier import compiled
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -65,25 +66,28 @@ def _generator(order: int) -> int:
     )
 
 
-_BLOCK = 16
-"""Powers made one by one; longer sums go in blocks of this many. Only speed changes with it."""
+_BLOCK, _BLOCKS = 16, 8
+"""Sums go in so many blocks of so many powers: of 128 coefficients, a proof's most. Only speed changes with the two."""
 
 
 @functools.cache
 def _power_tables() -> tuple[F64, F64]:
-    """x^0 .. x^15 and x^16 of each field element: [65497, 16], so that one element's lie side by side; [65497]."""
+    """x^0 .. x^15 and x^0, x^16 .. x^112 of each field element, [65497, 16 and 8]: one element's lie side by side."""
     prime = np.uint32(_P)  # (p - 1)^2 < 2^32: products fit, and integer remainders are the cheaper ones here
     x = np.arange(_P, dtype=np.uint32)
     powers = np.ones((_BLOCK + 1, _P), dtype=np.uint32)
     for power in range(_BLOCK):
         powers[power + 1] = powers[power] * x % prime
-    return np.ascontiguousarray(powers[:_BLOCK].T.astype(np.float64)), powers[_BLOCK].astype(np.float64)
+    steps = np.ones((_BLOCKS, _P), dtype=np.uint32)
+    for block in range(1, _BLOCKS):
+        steps[block] = steps[block - 1] * powers[_BLOCK] % prime
+    return powers[:_BLOCK].T.astype(np.float64, order="C"), steps.T.astype(np.float64, order="C")
 
 
 def _powers(x_CK: I64) -> tuple[F64, F64]:
-    """x^0 .. x^15 as [C, K, 16], and x^16 [C, K]."""
-    powers, step = _power_tables()
-    return powers.take(x_CK, axis=0), step.take(x_CK)
+    """x^0 .. x^15 as [C, K, 16], and x^0, x^16 .. x^112 as [C, K, 8]."""
+    powers, steps = _power_tables()
+    return powers.take(x_CK, axis=0), steps.take(x_CK, axis=0)
 
 
 def interpolate(x_CK: I64, y_CLK: F64) -> F64:
@@ -96,14 +100,12 @@ def interpolate(x_CK: I64, y_CLK: F64) -> F64:
     chunks, limbs, count = y_CLK.shape
     blocks = -(-count // _BLOCK)
     width = blocks * _BLOCK
-    powers, step_CK = _powers(x_CK)
+    powers, steps_CKB = _powers(x_CK)
     m_CK = _with_roots(x_CK)
     slope_C1K = rem(m_CK[:, 1:] * np.arange(1.0, count + 1))[:, None]
-    weights_C1K = _inverses()[_sum_powers(slope_C1K, powers, step_CK).astype(np.int64)]
-    w = np.empty((chunks, limbs, blocks, count))
-    w[:, :, 0] = rem(y_CLK * weights_C1K)
-    for block in range(1, blocks):
-        w[:, :, block] = rem(w[:, :, block - 1] * step_CK[:, None])
+    weights_C1K = _inverses()[_sum_powers(slope_C1K, powers, steps_CKB).astype(np.int64)]
+    steps_CBK = steps_CKB[:, :, :blocks].transpose(0, 2, 1)
+    w = rem(rem(y_CLK * weights_C1K)[:, :, None] * steps_CBK[:, None])
     s = rem(w.reshape(chunks, limbs * blocks, count) @ powers)
     return correlate(m_CK[:, None, 1:], s.reshape(chunks, limbs, width)[:, :, :count])
 
@@ -145,19 +147,22 @@ def _with_roots(x_CK: I64) -> F64:
 
 
 def evaluate(coefficients_CLK: F64, x_CK: I64) -> F64:
-    """The polynomials' values at x: [C, L, K]."""
+    """The polynomials' values at x: [C, L, K]. The number of points may be another than that of coefficients."""
+    loop = compiled.loop("polynomials")
+    if loop is not None:
+        values_CLK = np.empty((*coefficients_CLK.shape[:2], x_CK.shape[1]))
+        loop(np.ascontiguousarray(coefficients_CLK), x_CK.astype(np.float64, order="C"), values_CLK)
+        return values_CLK
     return _sum_powers(coefficients_CLK, *_powers(x_CK))
 
 
-def _sum_powers(coefficients_CLK: F64, powers: F64, step_CK: F64) -> F64:
-    """`evaluate`, given what `_powers` returned: 16 coefficients at a time, then Horner's scheme over the blocks."""
+def _sum_powers(coefficients_CLK: F64, powers: F64, steps_CKB: F64) -> F64:
+    """`evaluate`, given what `_powers` returned: 16 coefficients at a time, then blocks' sums times x^0, x^16 ..."""
     chunks, limbs, count = coefficients_CLK.shape
     blocks = -(-count // _BLOCK)
     padded = np.zeros((chunks, limbs, blocks * _BLOCK))
     padded[:, :, :count] = coefficients_CLK
     sums = padded.reshape(chunks, limbs * blocks, _BLOCK) @ powers.transpose(0, 2, 1)
-    sums = sums.reshape(chunks, limbs, blocks, -1)
-    value = rem(sums[:, :, -1])
-    for block in range(blocks - 2, -1, -1):
-        value = rem(value * step_CK[:, None] + sums[:, :, block])
-    return value
+    sums = rem(sums).reshape(chunks, limbs, blocks, -1)
+    sums *= steps_CKB[:, None, :, :blocks].transpose(0, 1, 3, 2)
+    return rem(sums.sum(axis=2))

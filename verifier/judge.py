@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import zstandard
 
@@ -42,13 +43,18 @@ from verifier import checks, replay, sampling
 from verifier.blocks import Piece, states_in_blocks
 from verifier.checks import Claim, Setting
 from verifier.checks.claim import begins_of, standing
+from verifier.claims import digest_of
 from verifier.errors import VerifierError
 from verifier.logprobs import token_logprobs
 from verifier.model import PolicyModel, prompt_ids
 from verifier.profiles import profile_of
 
-_TILE_LOGITS = 1 << 22
-"""Logits held at once while tokens are replayed (16 MiB in float32). Only memory and speed change with it."""
+_TILE_LOGITS = (1 << 23) - (1 << 12)
+"""Logits held at once while tokens are replayed (just under 32 MiB in float32, above which glibc maps fresh pages for
+each: `allocator`). Only memory and speed change with it: a product of few rows reads the whole head for them."""
+
+_SOFTMAX_LOGITS = 1 << 18
+"""Of these, as many have their softmax made at once: it stays in a cache."""
 
 _MAX_WINDOW_BYTES = 8 * MIB
 """Largest zstd window a submission may ask this machine to hold."""
@@ -299,15 +305,17 @@ def _replay(claims: Sequence[Claim], setting: Setting) -> None:
     seeds = [claim.seed for claim, count in zip(claims, counts, strict=True) for _ in range(count)]
     vocabulary = setting.policy.vocabulary
     margins, logprobs = [], []
-    step = max(1, _TILE_LOGITS // vocabulary)
+    tiles = -(-len(seeds) // max(1, _TILE_LOGITS // vocabulary))
+    step = -(-len(seeds) // tiles)  # equal ones: a product of a single row is nearly as dear as one of fifty
     for start in range(0, len(seeds), step):
         at = slice(start, start + step)
         rows_U, first_U, which_M = np.unique(rows_M[at], return_index=True, return_inverse=True)
         logits_UV = setting.policy.logits(states_MH[rows_U])
-        logprobs_U = token_logprobs(logits_UV, tokens_M[at][first_U], setting.temperature)
-        noise_MV = sampling.gumbel_noise(seeds[at], positions_M[at], vocabulary)
-        margins.append(sampling.margins(logits_UV[which_M], setting.temperature, noise_MV, tokens_M[at]).numpy())
-        logprobs.append(logprobs_U.numpy()[which_M])
+        logprobs_U = _logprobs(logits_UV, tokens_M[at][first_U], setting.temperature)
+        logits_MV = logits_UV if np.array_equal(which_M, np.arange(len(rows_U))) else logits_UV[which_M]
+        found = sampling.replayed_margins(logits_MV, setting.temperature, seeds[at], positions_M[at], tokens_M[at])
+        margins.append(found.numpy())
+        logprobs.append(logprobs_U[which_M])
     margins_M, logprobs_M = np.concatenate(margins), np.concatenate(logprobs)
     finite = np.isfinite(margins_M) & np.isfinite(logprobs_M)
     every = bool(finite.all())
@@ -315,6 +323,13 @@ def _replay(claims: Sequence[Claim], setting: Setting) -> None:
         claim.margins_N, claim.logprobs_N = margins_M[begin : begin + count], logprobs_M[begin : begin + count]
         if not every and not finite[begin : begin + count].all():
             claim.give_up(ReasonCode.VALIDATOR_FAILED)
+
+
+def _logprobs(logits_UV: torch.Tensor, tokens_U: torch.Tensor, temperature: float) -> npt.NDArray[np.float32]:
+    """`token_logprobs`, some rows at a time."""
+    step = max(1, _SOFTMAX_LOGITS // logits_UV.shape[1])
+    parts = [slice(start, start + step) for start in range(0, len(tokens_U), step)]
+    return np.concatenate([token_logprobs(logits_UV[at], tokens_U[at], temperature).numpy() for at in parts])
 
 
 def _detail(claim: Claim, setting: Setting) -> RolloutDetail:
@@ -327,4 +342,5 @@ def _detail(claim: Claim, setting: Setting) -> RolloutDetail:
     if not claim.stands or not claim.whole:
         return RolloutDetail(b"", 0.0, listed)
     behaviour_N = claim.own_logprobs_N if setting.bf16 is None else claim.claimed_logprobs_N
-    return RolloutDetail(behaviour_N.astype("<f4").tobytes(), claim.reward, listed)
+    digest = digest_of(np.asarray(claim.prompt, dtype="<u4").tobytes(), claim.rollout.tokens)
+    return RolloutDetail(behaviour_N.astype("<f4").tobytes(), claim.reward, listed, digest)

@@ -155,9 +155,9 @@ def _update(update: RunUpdate) -> str:
     changed = [
         name for name in (*ONLINE_ROLES, "thresholds", "leases", "routes", "bf16") if getattr(update, name) is not None
     ]
-    changed += [name for name in ("control", "ingress") if getattr(update, name)]
+    changed += [name for name in ("control", "ingress", "evidence") if getattr(update, name)]
     gone = [f"{_short(item.key)} revoked from entry {item.index} on: {item.reason}" for item in update.revocations]
-    said = [f"new {', '.join(changed)}"] if changed else []
+    said = [f"new {', '.join(changed)}"] * bool(changed) + ["no rows of evidence"] * update.no_evidence
     return f"update {update.number}: {'; '.join([*said, *gone]) or 'nothing'}" + (
         f" ({update.note})" * bool(update.note)
     )

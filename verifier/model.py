@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 
 from protocol.limits import MAX_MODEL_FILE_BYTES
 from verifier import fused
+from verifier.completion import completion_text as completion_text
 from verifier.errors import PolicyError, VerifierError
 from verifier.routes import Experts
 
@@ -269,18 +270,6 @@ def prompt_ids(tokenizer: tokenizers.Tokenizer, prompt: str) -> list[int]:
     """The ids of a task's prompt: no special tokens are added."""
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
     return ids
-
-
-def completion_text(tokenizer: tokenizers.Tokenizer, tokens: Sequence[int], stop_tokens: Sequence[int]) -> str:
-    """The text that is scored: the sampled tokens without the stop token that ended them.
-
-    Special tokens inside stay visible as text, so that they cannot be hidden in an answer.
-    """
-    ids = [int(t) for t in tokens]
-    if ids and ids[-1] in stop_tokens:
-        ids.pop()
-    text: str = tokenizer.decode(ids, skip_special_tokens=False)
-    return text
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -5,12 +5,13 @@
     x        the lease's mean verified reward, less the mean of what other keys' rollouts of about the same policy had
              brought when the lease was issued
 
-Three things keep anybody from steering this for a key that is not theirs:
+Four things keep anybody from steering this for a key that is not theirs:
 
 - A lease enters with the entry that decided its fate (its submission, or `lease.closed`), and its baseline is fixed
   when it is issued. When, in what order and in how many pieces others do a lost lease again changes nothing.
 - x is known when every task of the lease came back and was accepted whole, from whomever: its tokens are forced. Until
   then it is None, which the test (`drops`) reads in the key's favour: who sits on a bad or a good piece frames nobody.
+- An acceptance counts that a validator gave who was not found to be wrong by then.
 - Only fresh leases count. Which of a nonce's tasks are issued again is the choice of those who had it before.
 
 No torch, no clock, no files: coordinator and audit call the same functions and get the same numbers.
@@ -25,7 +26,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from protocol.errors import ReasonCode
 from protocol.lease_rules import EXPIRED, FAILED
+from protocol.records import ACCEPT
+from protocol.standing import gone
 from protocol.state import ACCEPTED, LeaseState, RolloutOutcome, RunState, SubmissionState
 
 BASELINE_STEPS = 5
@@ -108,6 +112,9 @@ def lease_outcomes(state: RunState, key: bytes, seen: Seen, upto: int) -> list[L
     ]
     nonces = {lease.lease.nonce for lease, _ in own}
     steps = {step for lease, _ in own for step in _baseline_of(lease)}
+    liars = frozenset(
+        other for other, node in state.nodes.items() if node.reason == ReasonCode.VALIDATOR_WRONG and gone(node, upto)
+    )
     known: dict[tuple[bytes, int], _Group] = {}
     by_step: dict[tuple[int, int], list[_Group]] = {}
     for submission in state.submissions.values():
@@ -118,6 +125,7 @@ def lease_outcomes(state: RunState, key: bytes, seen: Seen, upto: int) -> list[L
         step = (asked.epoch, asked.step)
         if asked.nonce not in nonces and (submission.owner == key or step not in steps):
             continue
+        outcomes = _without(liars, submission, outcomes, upto)
         for task, group in _whole_groups(submission, decided, outcomes, asked.tasks, asked.samples, seen):
             first = known.get((asked.nonce, task))
             if first is None or group.index < first.index:
@@ -184,6 +192,20 @@ def _baseline_of(lease: LeaseState) -> list[tuple[int, int]]:
     """(epoch, step) of the policies whose rollouts a lease is held against."""
     step = lease.lease.step
     return [(lease.lease.epoch, one) for one in range(max(0, step - BASELINE_STEPS), step + 1)]
+
+
+def _without(
+    liars: frozenset[bytes], submission: SubmissionState, outcomes: tuple[RolloutOutcome, ...], upto: int
+) -> tuple[RolloutOutcome, ...]:
+    """The outcomes without what was accepted on the word of these validators alone."""
+    if not any(state.validator in liars for state in submission.verdicts.values()):
+        return outcomes
+    verdicts = submission.verdicts.values()
+    heard = [state.verdict.outcomes for state in verdicts if state.validator not in liars and state.index < upto]
+    return tuple(
+        outcome if any(said[i].outcome == ACCEPT for said in heard) else RolloutOutcome()
+        for i, outcome in enumerate(outcomes)
+    )
 
 
 def _whole_groups(

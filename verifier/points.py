@@ -26,6 +26,7 @@ from protocol.limits import PROOF_CHUNK_TOKENS, PROOF_MODULUS_MAX, PROOF_MODULUS
 from verifier.errors import ProofError
 
 F32 = npt.NDArray[np.float32]
+U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -71,22 +72,23 @@ def chunk_rows(tokens: int) -> list[int]:
     return [PROOF_CHUNK_TOKENS] * full + ([rest] if rest else [])
 
 
-def check_states(states_NH: F32) -> int:
+def check_states(states_NH: F32 | U16, limbs: int = 2) -> int:
     """The number of rows.
 
     Raises:
-        ProofError: not float32 [N, H].
+        ProofError: not float32 [N, H] nor, in bf16, the bits of bfloat16s as uint16 [N, H].
     """
-    if states_NH.dtype != np.float32 or states_NH.ndim != 2 or states_NH.shape[1] == 0:
+    kinds = (np.float32,) if limbs == 2 else (np.float32, np.uint16)
+    if states_NH.dtype not in kinds or states_NH.ndim != 2 or states_NH.shape[1] == 0:
         raise ProofError(f"states are float32 [tokens, hidden], not {states_NH.dtype} {list(states_NH.shape)}")
     return len(states_NH)
 
 
-def largest(states: Sequence[F32], limbs: int) -> Iterator[Points]:
+def largest(states: Sequence[F32 | U16], limbs: int) -> Iterator[Points]:
     """The points of every chunk of many rollouts, in groups.
 
     Args:
-        states: per rollout float32 [N, H], as `check_states` takes it.
+        states: per rollout [N, H], as `check_states` takes it.
         limbs: 2 for fp32, 1 for bf16.
 
     Raises:
@@ -122,20 +124,27 @@ def _injective_modulus(index_K: I64) -> int:
     raise ProofError(f"no modulus in [{PROOF_MODULUS_MIN}, {PROOF_MODULUS_MAX}] keeps {len(index_K)} indices apart")
 
 
-def _group(states: Sequence[F32], members: list[tuple[int, int, int]], hidden: int, points: int, limbs: int) -> Points:
-    bits = [
-        states[rollout][chunk * PROOF_CHUNK_TOKENS :][:rows].reshape(-1).view(np.uint32)
-        for rollout, chunk, rows in members
-    ]
+def _group(
+    states: Sequence[F32 | U16], members: list[tuple[int, int, int]], hidden: int, points: int, limbs: int
+) -> Points:
+    bits = [_bits(states[rollout][chunk * PROOF_CHUNK_TOKENS :][:rows]) for rollout, chunk, rows in members]
     if limbs == 1 and any(int(np.bitwise_or.reduce(bits_F)) & 0xFFFF for bits_F in bits):
         raise ProofError("a state is not a bfloat16; the bf16 profile proves what was computed in bfloat16")
-    find = _lowest_index if limbs == 2 else _torch_order
+    find = _lowest_index if limbs == 2 else torch_choice
     index_CK = find(bits, points)
     bits_CK = np.stack([bits_F[index_K] for bits_F, index_K in zip(bits, index_CK, strict=True)])
     if int((bits_CK & _MAGNITUDE).max()) >= _NOT_FINITE:
         raise ProofError("a state is not finite; such a rollout can be neither proved nor checked")
     where = [(rollout, chunk) for rollout, chunk, _ in members]
     return Points(where, [len(bits_F) for bits_F in bits], index_CK, bits_CK >> np.uint32(16 if limbs == 1 else 0))
+
+
+def _bits(rows_NH: F32 | U16) -> U32:
+    """The bits of float32 values."""
+    if rows_NH.dtype == np.uint16:
+        return rows_NH.reshape(-1).astype(np.uint32) << np.uint32(16)
+    bits_F: U32 = rows_NH.reshape(-1).view(np.uint32)
+    return bits_F
 
 
 class _Search:
@@ -195,7 +204,7 @@ def _side_by_side(bits: Sequence[U32]) -> I32:
     return magnitude_CF
 
 
-def _torch_order(bits: Sequence[U32], points: int) -> I64:
+def torch_choice(bits: Sequence[U32], points: int) -> I64:
     """Indices [C, K] of the K largest magnitudes of each chunk, all of one width; among equals torch's choice.
 
     From 64 K values on, `torch.topk` keeps a heap of K and takes a value in only if it is larger than the heap's

@@ -2,8 +2,8 @@
 
 What `blocks` is for dense models: batches of rollouts of similar length, read 256 sampled tokens at first and then as
 many as were read before, each rollout no further than the block after which it no longer stands. Each token goes
-through the claimed experts as long as the claim falls short by no more than the margin (`routes`), and the largest
-shortfall of what was read is kept with the rollout.
+through the claimed experts as long as the claim falls short by no more than the margin (`routes`). The largest
+shortfall of what was read is kept with the rollout, and how many of its choices are not the verifier's own.
 
 Rollouts share a prompt's pass when prompt and claimed routes are equal. Memory is bounded by one batch.
 
@@ -37,7 +37,8 @@ class Routed:
     """One rollout: its prompt's and sampled ids, and the routes [P, Y, K] of all of them but the last.
 
     shortfall, position, layer: the largest of what was read so far and where it comes first (position counts from the
-    prompt's begin); 0 where all claimed experts are the model's own choice.
+    prompt's begin); 0 where all claimed experts are the model's own choice. not_first: choices, a position and layer
+    each, that are not.
     """
 
     prompt: tuple[int, ...]
@@ -46,13 +47,20 @@ class Routed:
     shortfall: float = 0.0
     position: int = 0
     layer: int = 0
+    not_first: int = 0
 
     @property
     def positions(self) -> int:
         return len(self.prompt) + len(self.tokens) - 1
 
-    def note(self, shortfall: float, position: int, layer: int) -> None:
-        """Keep the larger one."""
+    @property
+    def choices(self) -> int:
+        """Positions times layers."""
+        return self.positions * int(self.routes_PYK.shape[1])
+
+    def note(self, shortfall: float, position: int, layer: int, not_first: int) -> None:
+        """Keep the larger shortfall and count what is new."""
+        self.not_first += not_first
         if shortfall > self.shortfall:
             self.shortfall, self.position, self.layer = shortfall, position, layer
 
@@ -199,8 +207,10 @@ def _run(
         offsets.append(position - first)
     with experts.replayed(claimed_BLYK, real_BL, margin) as replay:
         states_BLH = going.run(*columns)
-    worst = replay.worst()
-    for ids, offset, shortfall, column, layer in zip(sharing, offsets, *(one.tolist() for one in worst), strict=True):
+    found = (*replay.worst(), replay.not_first())
+    for ids, offset, shortfall, column, layer, others in zip(
+        sharing, offsets, *(one.tolist() for one in found), strict=True
+    ):
         for i in ids:
-            rollouts[i].note(shortfall, column + offset, layer)
+            rollouts[i].note(shortfall, column + offset, layer, others)
     return states_BLH

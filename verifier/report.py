@@ -108,6 +108,10 @@ class Report:
     """Accepted rollouts that the coordinator had to check itself, of periods whose secret is shown."""
     checks_silent: int = 0
     """Of those, rollouts whose verdict is wrong and whose validator the coordinator never accused."""
+    phantom_submissions: int = 0
+    """Submissions of the operator's phantoms, of periods whose secret is shown."""
+    plants: int = 0
+    """Of those, submissions that were altered on purpose."""
     groups_untrained: int = 0
     """Groups accepted whole that no batch took. Some come too late or are left over at the end; whoever chooses
     batches could leave out what it likes."""
@@ -162,6 +166,8 @@ class Report:
                 "draws_waiting",
                 "checks_drawn",
                 "checks_silent",
+                "phantom_submissions",
+                "plants",
                 "groups_untrained",
                 "finished",
                 "fraction",
@@ -240,6 +246,11 @@ class Report:
             out.append(
                 f"of the {self.checks_drawn} rollouts that the coordinator had to check itself, "
                 f"{several(self.checks_silent, 'wrong verdict')} stayed unnamed: left out, or passed over"
+            )
+        if self.phantom_submissions:
+            out.append(
+                f"phantoms: {several(self.phantom_submissions, 'submission')} by keys of the operator's, "
+                f"{self.plants} altered on purpose"
             )
         if self.groups_untrained or self.decided_here:
             who = ", ".join(f"{count} by {name[-8:]}" for name, count in self.decided_here.most_common())

@@ -5,6 +5,11 @@ If every score is off by at most e, though, no honest choice falls short by more
 compared, over the same rollouts and through the same experts: all columns at once and one by one, side by side and row
 by row.
 
+How many choices are not the verifier's own first follows from the same: leads (by how much a choice beats the next best
+one) are spread evenly close to 0, with a density of r a unit of score, and a choice turns where the difference d of the
+errors of two scores is larger than its lead, which happens in r E|d| / 2 <= r E|e| of choices. That is a mean over all
+scores and needs no rare event to be seen.
+
 Not covered: asking an engine for rollouts (`calibrate`), what is decided by the margin (`checks.routes`).
 
 Shape suffixes: B rows, L columns, P positions, Y expert layers, E experts.
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +32,20 @@ from verifier.replay import Routed
 from verifier.thresholds import ROUTE_CEILING, route_thresholds
 
 
+@dataclass(frozen=True)
+class ScoreNoise:
+    """How far scores are from each other between honest ways to compute them, and how close choices are.
+
+    largest, mean: difference of one score, without its sign. choices: positions times layers that were looked at.
+    level: those of them that beat the next best choice by less than `ROUTE_CEILING`.
+    """
+
+    largest: float
+    mean: float
+    choices: int
+    level: int
+
+
 def measure(policy: PolicyModel, rollouts: Sequence[Routed], *, model: str, machine: str) -> RouteThresholds:
     """Measure an honest engine's rollouts, with the routes it recorded, and take a run's thresholds from it.
 
@@ -34,26 +54,47 @@ def measure(policy: PolicyModel, rollouts: Sequence[Routed], *, model: str, mach
     """
     for _ in replay.states_in_blocks(policy, rollouts, ROUTE_CEILING, lambda _: True):
         pass
+    noise = score_noise(policy, rollouts)
     return route_thresholds(
         model=model,
         machine=machine,
         rollouts=len(rollouts),
-        choices=sum(rollout.routes_PYK.shape[0] * rollout.routes_PYK.shape[1] for rollout in rollouts),
+        choices=sum(rollout.choices for rollout in rollouts),
         shortfall=max((rollout.shortfall for rollout in rollouts), default=math.nan),
-        scores=score_noise(policy, rollouts),
+        scores=noise.largest,
+        mean=noise.mean,
+        level=noise.level / max(1, noise.choices),
+        not_first=sum(rollout.not_first for rollout in rollouts),
     )
 
 
-def score_noise(policy: PolicyModel, rollouts: Sequence[Routed]) -> float:
-    """Largest difference of one score between computing everything at once, row by row, and column by column."""
-    largest = 0.0
+def score_noise(policy: PolicyModel, rollouts: Sequence[Routed]) -> ScoreNoise:
+    """Between computing everything at once, row by row, and column by column."""
+    experts = policy.experts
+    if experts is None:
+        raise VerifierError("this policy has no experts")
+    largest, added, count = 0.0, 0.0, 0
     whole = _scores(policy, rollouts)
     rows = [_scores(policy, [rollout])[0] for rollout in rollouts]
     for other in (rows, _scores(policy, rollouts, width=1)):
         for ours, theirs in zip(whole, other, strict=True):
-            difference = float((ours - theirs).abs().max())
-            largest = difference if not difference <= largest else largest
-    return largest
+            difference = (ours - theirs).abs()
+            most = float(difference.max())
+            largest = most if not most <= largest else largest
+            added, count = added + float(difference.double().sum()), count + difference.numel()
+    choices, level = sum(rollout.choices for rollout in rollouts), 0
+    for ours, rollout in zip(whole, rollouts, strict=True):
+        level += int((experts.lead(ours, rollout.routes_PYK).abs() < ROUTE_CEILING).sum())
+    return ScoreNoise(largest, added / max(1, count), choices, level)
+
+
+def leads(policy: PolicyModel, rollouts: Sequence[Routed]) -> list[torch.Tensor]:
+    """By how much each choice beats the next best one, float32 [P, Y] a rollout (`Experts.lead`)."""
+    experts = policy.experts
+    if experts is None:
+        raise VerifierError("this policy has no experts")
+    scores = _scores(policy, rollouts)
+    return [experts.lead(ours, one.routes_PYK) for ours, one in zip(scores, rollouts, strict=True)]
 
 
 def _scores(policy: PolicyModel, rollouts: Sequence[Routed], width: int | None = None) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ an expert left out beats one that was taken, may be at most the run's `route_mar
     groups       GLM4-MoE may first choose groups of experts by the sum of their two best scores. The shortfall is the
                  smallest over all choices of groups that hold the claimed experts: which of two level groups was
                  taken can't always be seen from the experts
+    first choice experts other than the router's own, level or not, are another choice; those are counted (`Replay`)
     positions    every token that went through the model: the whole prompt, and the sampled tokens but the last. A
                  prompt's route changes the keys and values that all later tokens read, as much as a token's own does
     wire form    position by position, layer by layer, k expert ids rising; u8 up to 256 experts, else u16 little-endian
@@ -100,6 +101,10 @@ class _Sigmoid:
 _KINDS: dict[str, Callable[[Any], _Kind]] = {"Qwen3MoeTopKRouter": _Softmax, "Glm4MoeTopkRouter": _Sigmoid}
 """Router classes of Transformers whose choice is known here."""
 
+_DENSE = ("Qwen3MLP", "LlamaMLP", "Qwen3MoeMLP", "Glm4MoeMLP")
+"""Classes of layers that every token goes through whole. What is neither of these nor has a router above may choose in
+a way nobody checks: taken for dense, its choices would be the node's."""
+
 
 class Experts:
     """The expert layers of one model, in order.
@@ -128,10 +133,23 @@ class Experts:
         """Those of a Transformers `...ForCausalLM`; None when its layers are all dense.
 
         Raises:
-            PolicyError: experts, or groups of them, in a number that can't be checked.
+            PolicyError: a layer that is neither dense nor has a router that is known here; experts, or groups of them,
+                in a number that can't be checked.
         """
-        gates = [getattr(layer.mlp, "gate", None) for layer in model.model.layers]
-        known = [gate for gate in gates if type(gate).__name__ in _KINDS]
+        known = []
+        for number, layer in enumerate(model.model.layers):
+            mlp = getattr(layer, "mlp", None)
+            gate = getattr(mlp, "gate", None)
+            if type(gate).__name__ in _KINDS:
+                known.append(gate)
+            elif gate is not None or type(mlp).__name__ not in _DENSE:
+                router = "no feed-forward layer" if mlp is None else type(mlp).__name__
+                router += "" if gate is None else f" with the router {type(gate).__name__}"
+                raise PolicyError(
+                    f"layer {number} of {type(model).__name__} has {router}, of which this software knows no choice of "
+                    f"experts (it knows {', '.join(_KINDS)}): nothing would hold a node to it. Use another model, or a "
+                    "release that knows it"
+                )
         return Experts(known) if known else None
 
     @property
@@ -160,6 +178,20 @@ class Experts:
         if not (ids_PYK < self.routing.experts).all() or not (ids_PYK[..., 1:] > ids_PYK[..., :-1]).all():
             raise RouteError(f"routes name experts above {self.routing.experts - 1}, twice, or out of order")
         return ids_PYK
+
+    def lead(self, scores_PYE: torch.Tensor, chosen_PYK: npt.NDArray[Any]) -> torch.Tensor:
+        """By how much each choice that is the scores' own beats the next best one, float32 [P, Y]; below 0 for others.
+
+        Where it is 0 experts are level: another machine may choose otherwise.
+        """
+        kind, chosen = self._kinds[0], torch.from_numpy(chosen_PYK.astype(np.int64))
+        return torch.stack(
+            [
+                -shortfalls(scores_PYE[:, layer], chosen[:, layer], kind.groups, kind.taken)
+                for layer in range(self.routing.layers)
+            ],
+            dim=1,
+        )
 
     @contextmanager
     def recorded(self) -> Iterator[Recording]:
@@ -225,7 +257,7 @@ class Recording:
 
 
 class Replay:
-    """One pass over claimed experts, and by how much each claim falls short."""
+    """One pass over claimed experts, by how much each claim falls short, and how many are not the model's own."""
 
     def __init__(
         self, experts: Experts, claimed_BLYK: npt.NDArray[Any], real_BL: npt.NDArray[np.bool_], margin: float
@@ -236,6 +268,7 @@ class Replay:
         self._real_T = torch.from_numpy(real_BL).flatten()
         self._worst_T = torch.zeros(len(self._real_T))
         self._layer_T = torch.zeros(len(self._real_T), dtype=torch.long)
+        self._others_T = torch.zeros(len(self._real_T), dtype=torch.long)
 
     def choose(self, layer: int, output: Any) -> Any:
         """What the router of `layer` returns instead of `output` (logits, weights, experts)."""
@@ -245,11 +278,17 @@ class Replay:
         claimed_TK = self._claimed_TYK[:, layer].long()
         short_T = shortfalls(kind.scores(logits_TE), claimed_TK, kind.groups, kind.taken)
         follow_T = self._real_T & (short_T <= self._margin)
+        self._others_T += self._real_T & (own_TK.sort(dim=-1).values != claimed_TK).any(dim=-1)
         larger_T = self._real_T & ~(short_T <= self._worst_T)  # what is no number is larger than any
         self._worst_T[larger_T] = short_T[larger_T].nan_to_num(nan=math.inf)
         self._layer_T[larger_T] = layer
         chosen_TK = torch.where(follow_T[:, None], claimed_TK, own_TK)
         return logits, kind.weights(logits_TE, chosen_TK), chosen_TK
+
+    def not_first(self) -> npt.NDArray[np.int64]:
+        """Of each row how many claims, over its columns and the layers, name other experts than the model's own [B]."""
+        others_B: npt.NDArray[np.int64] = self._others_T.reshape(self._rows, -1).sum(dim=1).numpy()
+        return others_B
 
     def worst(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Of each row the largest shortfall [B], 0 where all are the model's own choices and infinite where one is none

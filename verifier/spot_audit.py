@@ -1,10 +1,12 @@
 """The audit of the coordinator's checks of validators: every `evidence.verdict` made again, from the archive alone.
 
-    the rollout is what the verdict said       `accusation-false`: the coordinator's failure, the validator was right
-    it is rejected, but within twice a bound   not checked: honest machines may differ by so much
-    it can't be judged here                    not checked
+    rollout and details are as the verdict says    `accusation-false`: the coordinator's failure
+    it is not, but by no more than verifiers        not checked
+    may differ by
+    it can't be judged here                         not checked
 
-Which rollouts the coordinator had to check follows from secrets that are shown later. Of those whose verdict is found
+Which rollouts the coordinator had to check follows from secrets that are shown later: the drawn ones, and all of its
+phantoms'. Of those whose verdict is found
 wrong by this audit and whose validator the ledger never accuses the number is reported: a check may have been left out
 for want of time; a coordinator that shields a validator looks the same.
 
@@ -28,8 +30,8 @@ from protocol.state import RunState
 from shardcast.archive import Archive
 from verifier import spot
 from verifier.archive import RunArchive, VerdictFact
-from verifier.derive import differs
 from verifier.model import PolicyModel
+from verifier.plants import phantoms_of
 from verifier.profiles import load_to_verify
 from verifier.report import Report
 
@@ -74,12 +76,26 @@ def check_verdict_evidence(
 def count_checks(archive: RunArchive, state: RunState, report: Report) -> None:
     """Which rollouts the coordinator had to check, and on which of their wrong verdicts the ledger is silent. Call it
     when the verdicts were derived."""
+    known = phantoms_of(state)
     drawn = {
         one
         for submission in state.submissions.values()
         if submission.period is not None and (secret := state.periods[submission.period].secret) is not None
-        for outcomes in (submission.outcomes, *(earlier.outcomes for earlier in submission.taken_back))
-        for one in distrust.to_check(submission, state.leases[submission.lease_id].lease.samples, secret, outcomes)
+        for samples in [state.leases[submission.lease_id].lease.samples]
+        for one in (
+            *distrust.rejections_to_check(submission, samples, secret),
+            *(
+                one
+                for outcomes in (submission.outcomes, *(earlier.outcomes for earlier in submission.taken_back))
+                for one in distrust.to_check(submission, samples, secret, outcomes)
+            ),
+        )
+    }
+    drawn |= {
+        one
+        for submission in state.submissions.values()
+        if submission.owner in known
+        for one in distrust.all_said(submission)
     }
     report.checks_drawn = len(drawn)
     accused = {
@@ -112,21 +128,22 @@ def _wrong(
     archive: RunArchive, fact: VerdictFact, said: VerdictEvidence, policy: PolicyModel, environment: Environment
 ) -> str:
     """Why the accusation is false; empty when it holds. Raises ProtocolError when this machine can't tell."""
-    submission = fact.submission
-    if said.rollout >= submission.rollouts or fact.verdict.outcomes[said.rollout].outcome != ACCEPT:
-        return "the verdict did not accept it"
+    submission, at = fact.submission, said.rollout
+    if at >= submission.rollouts or fact.verdict.outcomes[at].outcome not in (ACCEPT, REJECT):
+        return "the verdict says nothing of it"
     run, blob = archive.rules(submission.lease), archive.submission(submission)
-    positions = (said.rollout,)
-    length = submission.intent.raw_length
-    found = spot.confirm(run, submission.lease, blob, length, policy, environment, positions)[said.rollout]
-    details = archive.details(fact).rollouts
-    detail = details[said.rollout] if said.rollout < len(details) else None
-    if found.outcome.outcome == INCONCLUSIVE:
-        raise ProtocolError(f"this machine could not decide: {found.outcome.reason}")
-    if found.outcome.outcome == REJECT:
-        if not found.clear:
-            raise ProtocolError("the rollout is rejected here by less than honest machines may differ by")
+    upload = spot.Upload(run, submission.lease, blob, submission.intent.raw_length, policy, environment)
+    word = spot.Word(said.verdict, fact.verdict.outcomes, archive.details(fact).rollouts)
+    found = spot.confirm(upload, [at], [word])
+    # Numbers are held against those of the whole task: which of its rollouts is furthest off may differ by machine.
+    if spot.contradictions(word, found, upload):
         return ""
-    if differs(detail, found.detail, run.manifest.thresholds.logprob):
-        return ""
+    given, own = fact.verdict.outcomes[at].outcome, found[at].outcome
+    if own.outcome == INCONCLUSIVE:
+        raise ProtocolError(f"this machine could not decide: {own.reason}")
+    if own.outcome != given:
+        raise ProtocolError("the verdict is another here, but by less than honest machines may differ by")
+    # A liar could be off by just so much that one machine sees it and the other one does not; no honest verifier is.
+    if spot.contradictions(word, found, upload, share=0.5):
+        raise ProtocolError("its numbers are off by nearly what honest machines may differ by")
     return "the verdict is right"

@@ -1,6 +1,7 @@
 """Where honest noise ends: from a measurement to the numbers a run's manifest carries.
 
-    proof_median   max(3e-6, 5 x honest maximum), never above 1e-5: weights one step stale at lr 1e-6 start at 1.7e-5
+    proof_median   max(3e-6, 5 x honest maximum), never above 1e-5. Above 4.5e-6 weights that are one step old may pass
+                   a chunk, which `blind_to` says (docs/detection.md)
     proof_gate     2^-14; no honest chunk may have more than 4 points above a fifth of it
     token_margin   1e-4, which must be above 5 x honest maximum
     logprob        max(3e-4, 10 x honest maximum), never above 1e-3: it grows with the logits as a policy sharpens, and
@@ -10,17 +11,22 @@ of a mixture of experts (`route_noise` says why)
 
     route margin   max(2e-5, 5 x honest), never above 1e-3; honest is the larger of the largest shortfall of an honest
                    choice and twice the largest difference of one score
+    choices not the verifier's own first, of a rollout: 8 + a share of all: as many as machines make whose noise the
+                   margin admits, and 5 x the share seen of honest ones (a random model's is one in 10^5 to 10^6)
 
 and in the bf16 profile, where the honest maximum is that of a float32 verifier:
 
-    chunk_exponents   max(16, 2 x honest maximum), at most 32 of 128 points
-    chunk_mantissa    max(4, 2 x), at most 10, the bound that the method was published with (unrelated states: 32). A
-                      chunk of few rows takes its points from fewer values, smaller ones among them: its honest mean is
-                      up to twice that of a whole one, so a run of short rollouts gets a wider bound
+    chunk_exponents   max(16, 2 x honest maximum of whole chunks), at most 32 of 128 points
+    chunk_mantissa    max(4, 2 x), at most 10, the bound that the method was published with (unrelated states: 32)
+    short_exponents, short_mantissa
+                      the same of chunks of fewer than 32 rows, where answers end: they take their points from fewer
+                      values, smaller ones among them, and are up to three times as loud; mantissas at most 16,
+                      half of what unrelated states have. Never measured: the ceilings
     rollout_mantissa  max(2.5, 1.5 x), at most 4: over 4 chunks or more; of shorter rollouts only the chunks count
     token_margin      max(1.5, 3 x), at most 4: no rounding lifts a token that far, another seed does in a few tokens
     margin_mean       max(0.02, 3 x) a token, at most 0.06: greedy tokens, another temperature, a smaller model
-    logprob           max(0.75, 3 x), at most 1.5
+    logprob           max(0.75, 3 x), at most 3: single honest tokens are off by 0.8, and a ratio above 4 (1.4) the
+                      learner cuts off anyway
     logprob_mean      max(0.02, 3 x) a token, at most 0.1
 
 These reject a rollout alone, so they lie beyond anything that was ever measured of an honest one. What they do not see
@@ -49,6 +55,9 @@ from verifier.errors import CalibrationError
 SAFETY = 5.0
 """Threshold over honest maximum. Lower risks honest nodes, higher lets stale weights through."""
 PROOF_MEDIAN_FLOOR, PROOF_MEDIAN_CEILING = 3e-6, 1e-5
+STALE_SEEN = 4.5e-6
+"""Up to this bound each chunk shows weights that are one step old at lr 1e-6, published in bf16: the closest of 64 such
+chunks of SmolLM2 is off by 4.6e-6 (docs/detection.md). Above it `blind_to` says what the bound no longer shows."""
 PROOF_OUTLIERS = 4
 """Points of a chunk that may be off: a value at the edge of the k largest may fall out on the other machine."""
 PROOF_GATE = 2.0**-14
@@ -61,6 +70,10 @@ LOGPROB_SAFETY, LOGPROB_FLOOR, LOGPROB_CEILING = 10.0, 3e-4, 1e-3
 ROUTE_FLOOR, ROUTE_CEILING = 2e-5, 1e-3
 """Of the route margin: choices within it are the node's. With some 4 (logits) to 18 (sigmoids) level pairs of experts
 per unit of score those are one in 250 to 55 at the ceiling, one in 12,000 to 2,800 at the floor."""
+
+ROUTES_NOT_FIRST = 8
+"""Choices that are not the verifier's first which any rollout may have. Where 1 is expected, more than 16 come once in
+10^15 honest rollouts, and where 0.1 is, more than 8; two such verdicts would suspend a node."""
 
 BF16_ROLLOUT_CHUNKS = 4
 """A mean over fewer chunks is nearly as noisy as one chunk, which has a bound of its own."""
@@ -106,6 +119,12 @@ class Measurement:
     route_shortfall: float = 0.0
     route_scores: float = 0.0
     """Largest difference of one score between the verifier's own ways to compute it."""
+    route_scores_mean: float = 0.0
+    """Mean of them."""
+    route_level: float = 0.0
+    """Share of choices that beat the next best one by less than `ROUTE_CEILING`."""
+    route_not_first: int = 0
+    """Choices that are not the verifier's own first."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +149,14 @@ class Bf16Measurement:
     shortest: int
     longest: int
     exponents: int
+    """Of whole chunks, as `chunk_mantissa`; 0 when there was none."""
     chunk_mantissa: float
     rollout_mantissa: float
     """Over rollouts of `BF16_ROLLOUT_CHUNKS` chunks or more; 0 when there was none."""
     token_margin: float
     margin_mean: float
-    """Largest sum of a rollout's margins, divided by its tokens or by `BF16_MEAN_TOKENS`."""
+    """Largest sum of a rollout's margins without its largest one, for which the bound on the sum has room anyway;
+    divided by its tokens or by `BF16_MEAN_TOKENS`."""
     logprob: float
     logprob_mean: float
     """The same of the differences of its log-probabilities, without their sign."""
@@ -144,6 +165,15 @@ class Bf16Measurement:
     """Mean over all rollouts, which evidence per node starts from."""
     margin_sum_mean: float
     """Mean of the sum of margins over all rollouts."""
+    short_chunks: int = 0
+    """Chunks of fewer than 32 rows, and their honest maxima."""
+    short_exponents: int = 0
+    short_mantissa: float = 0.0
+    mismatch_k3_mean: float = 0.0
+    """Mean over all rollouts of that statistic (`verifier.statistics`), as the next one; 0: never measured."""
+    lean_above_mean: float = 0.0
+    lean_deviation: float = 0.0
+    """Of one rollout's `lean_above`."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +192,12 @@ class _Rule:
 _BF16_RULES = {
     "chunk_exponents": _Rule("points of a chunk with another exponent", 2.0, 16.0, 32.0),
     "chunk_mantissa": _Rule("mantissa mean of a chunk", 2.0, 4.0, 10.0),
+    "short_exponents": _Rule("points of a short chunk with another exponent", 2.0, 16.0, 32.0),
+    "short_mantissa": _Rule("mantissa mean of a short chunk", 2.0, 4.0, 16.0),
     "rollout_mantissa": _Rule("mantissa mean of a rollout", 1.5, 2.5, 4.0),
     "token_margin": _Rule("margin of a token", 3.0, 1.5, 4.0),
     "margin_mean": _Rule("mean margin of a rollout", 3.0, 0.02, 0.06),
-    "logprob": _Rule("log-probability", 3.0, 0.75, 1.5),
+    "logprob": _Rule("log-probability", 3.0, 0.75, 3.0),
     "logprob_mean": _Rule("mean difference of log-probabilities", 3.0, 0.02, 0.1),
 }
 _BF16_HONEST = {"chunk_exponents": "exponents"}
@@ -194,6 +226,8 @@ def bf16_thresholds(measured: Bf16Measurement) -> Bf16Thresholds:
         )
     if measured.rollouts < 1:
         raise CalibrationError("a measurement without rollouts says nothing")
+    if not measured.short_chunks:
+        bounds |= {field: _BF16_RULES[field].ceiling for field in ("short_exponents", "short_mantissa")}
     return Bf16Thresholds(
         chunk_exponents=int(bounds["chunk_exponents"]),
         chunk_mantissa=bounds["chunk_mantissa"],
@@ -214,6 +248,8 @@ def bf16_thresholds(measured: Bf16Measurement) -> Bf16Thresholds:
         measured_logprob_mean=measured.logprob_mean,
         false_rejects=false_rejects(measured.rollouts),
         machine=measured.machine,
+        short_exponents=int(bounds["short_exponents"]),
+        short_mantissa=bounds["short_mantissa"],
     )
 
 
@@ -231,13 +267,41 @@ def compared(measured: Measurement | Bf16Measurement) -> list[tuple[str, float, 
             ("points of a chunk that are off", measured.proof_outliers, limits.proof_outliers),
             ("margin of a token", measured.token_margin, limits.token_margin),
             ("log-probability", measured.logprob, limits.logprob),
-            *((("shortfall of a choice of experts", routes_honest, routes.margin),) if routes is not None else ()),
+            *_compared_routes(routes_honest, routes),
         ]
     bounds = dataclasses.asdict(bf16_thresholds(measured))
     return [
         (rule.name, float(getattr(measured, _BF16_HONEST.get(field, field))), float(bounds[field]))
         for field, rule in _BF16_RULES.items()
     ]
+
+
+def _compared_routes(honest: float, routes: RouteThresholds | None) -> list[tuple[str, float, float]]:
+    if routes is None:
+        return []
+    share = routes.measured_not_first_rate
+    return [
+        ("shortfall of a choice of experts", honest, routes.margin),
+        (f"share of choices turned, beyond {routes.not_first}", share, routes.not_first_rate),
+    ]
+
+
+def blind_to(measured: Measurement | Bf16Measurement) -> list[str]:
+    """For people: what thresholds from this measurement no longer show, though they may be used.
+
+    Raises:
+        CalibrationError: see `thresholds` and `bf16_thresholds`.
+    """
+    found = []
+    if isinstance(measured, Measurement):
+        median = thresholds(measured).proof_median
+        if median > STALE_SEEN:
+            found.append(
+                f"with a bound of {median:.3g} a chunk of weights one step old (lr 1e-6, published in bf16) may pass; "
+                f"up to {STALE_SEEN:.3g} none of 64 did. Look for what makes this engine or device louder than "
+                f"{STALE_SEEN / SAFETY:.1g}, or publish weights in float32, where one step begins at 1.4e-5"
+            )
+    return found
 
 
 def false_rejects(rollouts: int) -> float:
@@ -299,17 +363,30 @@ def route_thresholds_of(measured: Measurement) -> RouteThresholds | None:
         choices=measured.route_choices,
         shortfall=measured.route_shortfall,
         scores=measured.route_scores,
+        mean=measured.route_scores_mean,
+        level=measured.route_level,
+        not_first=measured.route_not_first,
     )
 
 
 def route_thresholds(
-    *, model: str, machine: str, rollouts: int, choices: int, shortfall: float, scores: float
+    *,
+    model: str,
+    machine: str,
+    rollouts: int,
+    choices: int,
+    shortfall: float,
+    scores: float,
+    mean: float,
+    level: float,
+    not_first: int,
 ) -> RouteThresholds:
     """Of a mixture of experts.
 
     Args:
-        choices: tokens times layers behind the other two. shortfall: largest of an honest choice. scores: largest
-            difference of one score between two honest ways to compute it.
+        choices: tokens times layers behind the others. shortfall: largest of an honest choice. scores, mean: largest
+            and mean difference of one score between two honest ways to compute it. level: share of choices that beat
+            the next best one by less than `ROUTE_CEILING`. not_first: choices that are not the verifier's own.
 
     Raises:
         CalibrationError: nothing was measured, or honest noise is too close to a bound that may not move.
@@ -322,7 +399,23 @@ def route_thresholds(
             f"honest noise of {model}'s routers is too high: with its safety factor it is {margin:.3g} and may be at "
             f"most {ROUTE_CEILING:.3g}. Compute in float32 with TF32 off, or leave this engine, device or model out"
         )
-    return RouteThresholds(margin, rollouts, choices, shortfall, scores, machine)
+    honest = max(level / ROUTE_CEILING * mean, not_first / choices)
+    admitted = level / ROUTE_CEILING * mean * (margin / (2 * scores) if scores > 0 else 1.0)
+    rate = max(admitted, SAFETY * not_first / choices)
+    if not 0 <= rate < math.inf:
+        raise CalibrationError(f"the routers of {model} gave scores that are no numbers")
+    return RouteThresholds(
+        margin=margin,
+        measured_rollouts=rollouts,
+        measured_choices=choices,
+        measured_shortfall=shortfall,
+        measured_scores=scores,
+        machine=machine,
+        not_first=ROUTES_NOT_FIRST,
+        not_first_rate=min(1.0, rate),
+        measured_not_first=not_first,
+        measured_not_first_rate=honest,
+    )
 
 
 def _at_least(floor: float, value: float) -> float:

@@ -20,7 +20,8 @@ A verifier takes the points of its *own* states and evaluates the polynomials th
               leaves no part of a chunk free to come from other weights. The floor under the divisor is for chunks of
               few values, where even the smallest are points: rounding is absolute there.
     bf16      how many points have another exponent or sign, and the mean and the median distance of the mantissas, in
-              units of their last bit, where exponent and sign agree
+              units of their last bit, where exponent and sign agree. Of values that share the k-th magnitude those
+              count that agree best (`verifier.tied`): which of them a prover took depends on its torch
 
 Thresholds come from the run's manifest. The parser is total: it raises `ProofError` and nothing else. All work is
 vectorised over the chunks of many rollouts.
@@ -32,19 +33,22 @@ Shape suffixes: N sampled tokens, H hidden, C chunks of equal k, K points of a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.limits import PROOF_CHUNK_TOKENS, PROOF_MODULUS_MAX, PROOF_MODULUS_MIN, PROOF_TOPK
-from verifier import field, points
+from verifier import compiled, field, points, tied
 from verifier.errors import ProofError
 from verifier.points import check_states, chunk_rows
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
+I16 = npt.NDArray[np.int16]
+U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 
@@ -55,9 +59,11 @@ _LIMB_2_BITS = 15
 _SMALLEST = np.float32(2.0**-100)
 """Floor of the divisor of a relative error: an own value of 0 does not divide by 0."""
 
-_BF16_SIGN_EXPONENT = np.uint32(0xFF80)
-_BF16_MAGNITUDE = np.uint32(0x7FFF)
-_BF16_MANTISSA = np.uint32(0x7F)
+_BF16_SIGN_EXPONENT = np.uint16(0xFF80)
+_BF16_MAGNITUDE = np.uint16(0x7FFF)
+_BF16_MANTISSA = np.uint16(0x7F)
+_NO_POINT = np.int16(0x7FFF)
+"""Distance of a point that does not agree: above any of two mantissas."""
 
 _PARSED_AT_ONCE = 1024
 """Chunks whose bytes are widened to whole numbers at once: bounds memory for the longest submissions."""
@@ -153,23 +159,23 @@ def are_well_formed(proofs: Sequence[Sequence[bytes]], tokens: Sequence[int], hi
     )
 
 
-def build_proofs(states_NH: F32, limbs: int = 2) -> list[bytes]:
+def build_proofs(states_NH: F32 | U16, limbs: int = 2) -> list[bytes]:
     """The proofs of one rollout: ceil(N / 32) chunks.
 
     Args:
         states_NH: float32, row i is the final-norm state that produced sampled token i. In bf16 each value is exactly a
-            bfloat16.
+            bfloat16, or uint16, its bits.
         limbs: 2 for fp32, 1 for bf16.
 
     Raises:
-        ProofError: not float32 [N, H], not finite, or not what the profile computes in.
+        ProofError: not of that type and [N, H], not finite, or not what the profile computes in.
     """
     return build_many([states_NH], limbs)[0]
 
 
-def build_many(states: Sequence[F32], limbs: int = 2) -> list[list[bytes]]:
+def build_many(states: Sequence[F32 | U16], limbs: int = 2) -> list[list[bytes]]:
     """The proofs of many rollouts at once; much cheaper than one by one."""
-    proofs: list[list[bytes]] = [[b""] * len(chunk_rows(check_states(s))) for s in states]
+    proofs: list[list[bytes]] = [[b""] * len(chunk_rows(check_states(s, limbs))) for s in states]
     for group in points.largest(states, limbs):
         moduli = points.injective_moduli(group)
         x_CK = group.index_CK % np.asarray(moduli, dtype=np.int64)[:, None]
@@ -198,7 +204,7 @@ def verify_many(states: Sequence[F32], proofs: Sequence[Sequence[bytes]], gate: 
     Raises:
         ProofError: states that are not finite float32 [N, H], or proofs that `check_shape` refuses.
     """
-    _check_counts(states, proofs)
+    _check_counts(states, proofs, 2)
     stats = [[ChunkStats(np.inf, 0, 0)] * len(p) for p in proofs]
     for group in points.largest(states, 2):
         own_CK = group.bits_CK.view(np.float32)
@@ -221,38 +227,77 @@ def verify_many(states: Sequence[F32], proofs: Sequence[Sequence[bytes]], gate: 
     return stats
 
 
-def verify_many_bf16(states: Sequence[F32], proofs: Sequence[Sequence[bytes]]) -> list[list[Bf16Stats]]:
+def verify_many_bf16(states: Sequence[F32 | U16], proofs: Sequence[Sequence[bytes]]) -> list[list[Bf16Stats]]:
     """Compare the bf16 proofs of many rollouts with the verifier's own states.
 
     Args:
-        states: per rollout float32 [N, H] of the verifier's prefill, each value exactly a bfloat16.
+        states: per rollout [N, H] of the verifier's prefill: bits of bfloat16s in uint16, or values of such in float32.
         proofs: per rollout its chunks.
 
     Raises:
-        ProofError: states that are not finite bfloat16 values in float32 [N, H], or proofs that `check_shape` refuses.
+        ProofError: states that are not finite bfloat16s in [N, H], or proofs that `check_shape` refuses.
     """
-    _check_counts(states, proofs)
+    _check_counts(states, proofs, 1)
+    loop = compiled.loop("bf16_chunks")
+    if loop is not None:
+        return _in_one_pass(loop, states, proofs)
     stats = [[Bf16Stats(0, np.inf, np.inf, 0)] * len(p) for p in proofs]
-    for group in points.largest(states, 1):
-        own_CK, claimed_CK = group.bits_CK, _claimed(group, proofs, 1)[:, 0]
-        both_zero_CK = ((own_CK | claimed_CK) & _BF16_MAGNITUDE) == 0
-        agree_CK = (((own_CK ^ claimed_CK) & _BF16_SIGN_EXPONENT) == 0) | both_zero_CK
-        own_mantissa_CK = (own_CK & _BF16_MANTISSA).astype(np.int16)
-        distance_CK = np.abs(own_mantissa_CK - (claimed_CK & _BF16_MANTISSA).astype(np.int16))
-        agreeing_C = agree_CK.sum(axis=1)
-        divisor_C = np.maximum(agreeing_C, 1)
-        mean_C = np.where(agreeing_C > 0, (distance_CK * agree_CK).sum(axis=1) / divisor_C, np.inf)
+    for rollout, chunk, found in _by_numpy(states, proofs):
+        stats[rollout][chunk] = found
+    return stats
+
+
+def _in_one_pass(loop: Any, states: Sequence[F32 | U16], proofs: Sequence[Sequence[bytes]]) -> list[list[Bf16Stats]]:
+    """`verify_many_bf16` by `kernels.LOOPS["bf16_chunks"]`."""
+    from verifier import kernels
+
+    stats: list[list[Bf16Stats]] = []
+    apart: set[tuple[int, int]] = set()
+    for rollout, (states_NH, chunks) in enumerate(zip(states, proofs, strict=True)):
+        rows, hidden = chunk_rows(len(states_NH)), states_NH.shape[1]
+        points = [min(PROOF_TOPK, count * hidden) for count in rows]
+        if any(len(proof) != 2 + 2 * count for proof, count in zip(chunks, points, strict=True)):
+            check_shape(chunks, len(states_NH), hidden, limbs=1)  # says which and why
+        said_C, stats_C3 = np.empty(len(chunks), dtype=np.int8), np.empty((len(chunks), 3))
+        loop(tied.bits_of(states_NH), np.frombuffer(b"".join(chunks), dtype=np.uint8), said_C, stats_C3)
+        said = said_C.tolist()
+        if kernels.NOT_FINITE in said:
+            raise ProofError(tied.INFINITE)
+        if kernels.MALFORMED in said:
+            check_shape(chunks, len(states_NH), hidden, limbs=1)
+        found = zip(stats_C3.tolist(), points, strict=True)
+        stats.append([Bf16Stats(int(off), mean, median, count) for (off, mean, median), count in found])
+        apart.update((rollout, chunk) for chunk, one in enumerate(said) if one == kernels.TOO_MANY_EQUAL)
+    if apart:
+        for rollout, chunk, one in _by_numpy(states, proofs, apart):
+            stats[rollout][chunk] = one
+    return stats
+
+
+def _by_numpy(
+    states: Sequence[F32 | U16], proofs: Sequence[Sequence[bytes]], only: Collection[tuple[int, int]] | None = None
+) -> Iterator[tuple[int, int, Bf16Stats]]:
+    """Rollout, chunk and statistics of all chunks, or of those asked about."""
+    for group in tied.candidates(states, only):
+        own_CM, claimed_CM = group.bits_CM, _claimed(group, proofs, 1)[:, 0].astype(np.uint16)
+        both_zero_CM = ((own_CM | claimed_CM) & _BF16_MAGNITUDE) == 0
+        agree_CM = (((own_CM ^ claimed_CM) & _BF16_SIGN_EXPONENT) == 0) | both_zero_CM
+        distance_CM = np.abs((own_CM & _BF16_MANTISSA).view(np.int16) - (claimed_CM & _BF16_MANTISSA).view(np.int16))
         # points that do not agree sort behind all that do, so a row's median is in the middle of its first agreeing_C
-        distance_CK[~agree_CK] = np.iinfo(np.int16).max
+        distance_CM[~agree_CM] = _NO_POINT
+        distance_CK = _settled(group, distance_CM)
         distance_CK.sort(axis=1)
+        agreeing_C = (distance_CK < _NO_POINT).sum(axis=1)
+        divisor_C = np.maximum(agreeing_C, 1)
+        total_C = distance_CK.sum(axis=1) - int(_NO_POINT) * (group.points - agreeing_C)
+        mean_C = np.where(agreeing_C > 0, total_C / divisor_C, np.inf)
         rows_C = np.arange(len(distance_CK))
         low_C, high_C = distance_CK[rows_C, (divisor_C - 1) // 2], distance_CK[rows_C, divisor_C // 2]
         median_C = np.where(agreeing_C > 0, (low_C + high_C.astype(np.float64)) / 2, np.inf)
-        count = own_CK.shape[1]
-        for i, (rollout, chunk) in enumerate(group.where):
-            off = count - int(agreeing_C[i])
-            stats[rollout][chunk] = Bf16Stats(off, float(mean_C[i]), float(median_C[i]), count)
-    return stats
+        off_C = group.points - agreeing_C
+        found = zip(group.where, off_C.tolist(), mean_C.tolist(), median_C.tolist(), strict=True)
+        for (rollout, chunk), off, mean, median in found:
+            yield rollout, chunk, Bf16Stats(off, mean, median, group.points)
 
 
 def _check_count(proofs: Sequence[bytes], tokens: int) -> None:
@@ -261,27 +306,40 @@ def _check_count(proofs: Sequence[bytes], tokens: int) -> None:
         raise ProofError(f"{len(proofs)} proof chunks for {tokens} tokens, {needed} needed")
 
 
-def _check_counts(states: Sequence[F32], proofs: Sequence[Sequence[bytes]]) -> None:
+def _check_counts(states: Sequence[F32 | U16], proofs: Sequence[Sequence[bytes]], limbs: int) -> None:
     if len(states) != len(proofs):
         raise ProofError(f"{len(proofs)} lists of proofs for {len(states)} rollouts")
     for states_NH, chunks in zip(states, proofs, strict=True):
-        _check_count(chunks, check_states(states_NH))
+        _check_count(chunks, check_states(states_NH, limbs))
 
 
-def _claimed(group: points.Points, proofs: Sequence[Sequence[bytes]], limbs: int) -> U32:
-    """The proofs' values at the verifier's points: uint32 [C, L, K], each below 65497. Raises ProofError."""
-    moduli, coefficients = _parse_group(group, [proofs[rollout][chunk] for rollout, chunk in group.where], limbs)
-    return field.evaluate(coefficients, group.index_CK % moduli[:, None]).astype(np.uint32)
+def _settled(group: tied.Tied, score_CM: I16) -> I16:
+    """The scores [C, K] of the points: those above the K-th magnitude, and of those that equal it the best."""
+    room_CK = np.arange(group.points) >= group.above_CM.sum(axis=1)[:, None]
+    settled_CK = np.empty(room_CK.shape, dtype=np.int16)
+    settled_CK[~room_CK] = score_CM[group.above_CM]
+    equal_CM = np.sort(np.where(group.equal_CM, score_CM, _NO_POINT), axis=1)
+    settled_CK[room_CK] = equal_CM[np.arange(equal_CM.shape[1]) < room_CK.sum(axis=1)[:, None]]
+    return settled_CK
 
 
-def _parse_group(group: points.Points, proofs: Sequence[bytes], limbs: int) -> tuple[I64, F64]:
+def _claimed(group: points.Points | tied.Tied, proofs: Sequence[Sequence[bytes]], limbs: int) -> U32:
+    """The proofs' values at the verifier's points: uint32 [C, L, M], each below 65497. Raises ProofError."""
+    of_group = [proofs[rollout][chunk] for rollout, chunk in group.where]
+    index_CM = group.index_CM if isinstance(group, tied.Tied) else group.index_CK
+    count = min(PROOF_TOPK, group.values[0])  # of equally many points all chunks of a group
+    moduli, coefficients = _parse_group(group.values, of_group, count, limbs)
+    return field.evaluate(coefficients, index_CM % moduli[:, None]).astype(np.uint32)
+
+
+def _parse_group(values: Sequence[int], proofs: Sequence[bytes], count: int, limbs: int) -> tuple[I64, F64]:
     """`parse_proof` of many chunks with equally many points: moduli [C], coefficients [C, L, K]. Raises ProofError."""
-    length = 2 + 2 * limbs * group.index_CK.shape[1]
-    words = _words(proofs, group.values) if all(len(proof) == length for proof in proofs) else None
+    length = 2 + 2 * limbs * count
+    words = _words(proofs, values) if all(len(proof) == length for proof in proofs) else None
     if words is not None:
         return words[:, 0], words[:, 1:].reshape(len(proofs), limbs, -1).astype(np.float64)
-    for proof, values in zip(proofs, group.values, strict=True):
-        parse_proof(proof, values, limbs)  # says which and why
+    for proof, of_proof in zip(proofs, values, strict=True):
+        parse_proof(proof, of_proof, limbs)  # says which and why
     raise ProofError("proofs that fit one by one do not fit together; please report this")
 
 

@@ -4,6 +4,7 @@
     kept       what an interrupted audit derived already (`resume`)
     derive     the rest, in several processes (`workers`)
     report     in the order of the draw, whoever derived what and when: the same report from any number of processes
+    add up     by how much each validator's numbers are off, over all that was derived
 
 What can't be derived here is reported as not checked; nothing is left out in silence.
 
@@ -21,12 +22,14 @@ from pathlib import Path
 from blake3 import blake3
 
 from environments.base import Environment
-from protocol.errors import UsageError
+from protocol.errors import ReasonCode, UsageError
+from protocol.identity import peer_id_text
 from protocol.state import ACCEPTED, RunState
 from shardcast.archive import Archive
 from verifier.archive import RunArchive, SubmissionFact, VerdictFact
+from verifier.compare import Apart
 from verifier.derive import Derivation, Deriver, Part, parts
-from verifier.report import Report
+from verifier.report import Failure, Report
 from verifier.resume import Kept, key_of
 from verifier.workers import Died, Unloaded, derive_all, processes
 
@@ -115,6 +118,7 @@ class Verdicts:
             kept.drop()
         for fact in todo:
             self._take(fact, kept.found.get(fact.index), missing, state)
+        self._add_up(kept.found[fact.index] for fact in todo if fact.index in kept.found)
 
     # --- which --------------------------------------------------------------------------------------------------
 
@@ -219,6 +223,30 @@ class Verdicts:
         decided = state.submissions.get(fact.index)
         if decided is not None:
             report.accepted_checked += sum(decided.outcomes[i].status == ACCEPTED for i in one.known)
+
+    def _add_up(self, found: Iterable[Derivation]) -> None:
+        """Name each validator whose numbers are off by more in sum than chance allows, where no verdict shows it."""
+        facts = self._archive.facts.verdicts
+        named = {failure.record for failure in self._report.failures}
+        wrong = {fact.validator for fact in facts.values() if fact.record in named}
+        sums: dict[tuple[bytes, str], Apart] = {}
+        furthest: dict[tuple[bytes, str], tuple[float, int]] = {}
+        for one in found:
+            for index, numbers in one.apart.items():
+                for number, apart in numbers.items():
+                    key = facts[index].validator, number
+                    sums[key] = sums[key] + apart if key in sums else apart
+                    furthest[key] = max(furthest.get(key, (-1.0, 0)), (apart.off, index))
+        for (validator, number), apart in sorted(sums.items()):
+            if validator not in wrong and not apart.off <= apart.allowed:
+                wrong.add(validator)
+                text = (
+                    f"its details, with those of all verdicts of validator {peer_id_text(validator)}, are off by "
+                    f"{apart.off:.3g} in {number}, where rounding makes {apart.allowed:.3g} at most; no one of them "
+                    "shows it"
+                )
+                record = facts[furthest[validator, number][1]].record
+                self._report.failures.append(Failure(record, ReasonCode.VERDICT_WRONG, text))
 
 
 class _Missing:

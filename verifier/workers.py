@@ -2,9 +2,12 @@
 
     a part is done          its derivations came one by one, each as one line of JSON
     weights can't be had    the part's error; the process goes on
-    a process ends          whatever ended it: the submission it was at is named (`Died`), the rest of its part goes to
-                            a new process; after `MOST_DEATHS` in a row without a derivation between them nobody tries
-                            any further, and all that is left is named
+    a process ends          at a submission, whatever ended it: that one is named (`Died`), the rest of its part goes to
+                            a new process. However many do so, each costs itself and one start: who uploads what kills
+                            a process takes nobody else's rollouts out of an audit
+    it ends before one      while it loads weights: tried again, `MOST_DEATHS` times for one policy, then its
+                            submissions are named; after so many policies in a row it is the machine, and all the rest
+                            is named too
     it says nothing         for `SILENT_S`: it is killed, and counts as one that ended
     the caller stops        `close()` of the generator kills them all at once and waits for them
 
@@ -16,13 +19,15 @@ Not covered: what a part is and what is derived (`derive`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -34,23 +39,26 @@ import torch
 from protocol.errors import ProtocolError
 from protocol.lifeline import die_with_parent
 from protocol.preflight import memory
+from verifier import compiled, stopping
 from verifier.allocator import keep_freed_memory
-from verifier.derive import Derivation, Part, unreadable
+from verifier.derive import Begun, Derivation, Part, unreadable
 
 THREADS = 1
-"""Of each process."""
+"""Of each process. With more a process hangs whose parent has used OpenMP's threads: they don't survive the fork."""
 
 SILENT_S = 1800.0
 """So long may one submission take: 512 rollouts of the largest model a CPU checks. A process that says nothing for
 longer is stuck; killing one that works would call a rollout uncheckable that is not."""
 
 MOST_DEATHS = 3
-"""Processes that end in a row before any of them derived something: then it is not the submission's doing."""
+"""Processes that end while they load one policy's weights, and policies in a row that none could load. Fewer call a
+passing want of memory the policy's doing; more only take longer."""
 
 _WORKING_MIB = 1024
-"""What a process needs beside its weights: imports that it writes to, one batch of states, one tile of logits."""
+"""What a process needs beside its weights and compiled loops: imports that it writes to, one batch of states, one tile
+of logits."""
 
-Derive = Callable[[Part], Iterator[Derivation]]
+Derive = Callable[[Part], Iterator[Begun | Derivation]]
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def affordable(cores: int, weights_bytes: int, available_mib: int | None) -> int
     """
     if available_mib is None:
         return max(1, cores)
-    each = _WORKING_MIB + (2 * weights_bytes >> 20)
+    each = _WORKING_MIB + compiled.MEMORY_MIB + (2 * weights_bytes >> 20)
     return max(1, min(cores, available_mib // each))
 
 
@@ -108,6 +116,24 @@ def derive_all(parts: Iterable[Part], derive: Derive, count: int, *, silent_s: f
         pool.kill()
 
 
+@contextlib.contextmanager
+def signals_later() -> Iterator[None]:
+    """Hear SIGINT and SIGTERM at the end of this: Python drops what a handler raises in its hooks around a fork, and
+    an audit would go on that was told to stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    kept = {one: signal.signal(one, lambda number, _: heard.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for one, handler in kept.items():
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)
+    for number in dict.fromkeys(heard):
+        signal.raise_signal(number)
+
+
 class _Worker:
     """One process, seen from its parent."""
 
@@ -119,13 +145,16 @@ class _Worker:
         self.process: ForkProcess = context.Process(
             target=_work, args=(theirs, inherited, os.getpid(), derive), daemon=True, name="verifier-audit"
         )
-        self.process.start()
+        with signals_later():
+            self.process.start()
         theirs.close()
         self.part: Part | None = None
+        self.loaded = False
+        """It has the part's weights."""
         self.heard = time.monotonic()
 
     def give(self, part: Part) -> None:
-        self.part, self.heard = part, time.monotonic()
+        self.part, self.loaded, self.heard = part, False, time.monotonic()
         try:
             _send(self.connection, {"epoch": part.epoch, "step": part.step, "submissions": part.submissions})
         except OSError:
@@ -150,10 +179,14 @@ class _Pool:
         self._derive = derive
         self._silent_s = silent_s
         self._workers: list[_Worker] = []
-        self._deaths = 0
+        self._deaths: Counter[str] = Counter()
+        """Policy -> processes that ended while they loaded it."""
+        self._hopeless = 0
+        """Policies in a row that were given up."""
 
     def run(self, count: int) -> Iterator[Event]:
         while self._todo or any(worker.part for worker in self._workers):
+            stopping.check()
             self._hand_out(count)
             yield from self._listen()
         for worker in self._workers:
@@ -201,26 +234,37 @@ class _Pool:
         worker.heard = time.monotonic()
         if "done" in said:
             worker.part = None
+        elif "begun" in said:
+            worker.loaded, self._hopeless = True, 0
         elif "unloaded" in said:
             worker.part = None
             yield Unloaded(part, str(said["unloaded"]))
         else:
             found = Derivation.from_json(said)
-            self._deaths = 0
+            worker.loaded, self._hopeless = True, 0
             worker.part = replace(part, submissions=part.submissions[1:])
             yield found
 
     def _bury(self, worker: _Worker, why: str) -> Iterator[Event]:
         self._workers.remove(worker)
-        part, self._deaths = worker.part, self._deaths + 1
+        part = worker.part
         assert part is not None
-        if part.submissions:
-            yield Died(replace(part, submissions=part.submissions[:1]), f"the process that was at it ended: {why}")
-        if len(part.submissions) > 1:
-            self._todo.appendleft(replace(part, submissions=part.submissions[1:]))
-        if self._deaths >= MOST_DEATHS:
-            while self._todo:
-                yield Died(self._todo.popleft(), f"{self._deaths} processes in a row ended at their first work: {why}")
+        if worker.loaded:
+            if part.submissions:
+                yield Died(replace(part, submissions=part.submissions[:1]), f"the process that was at it ended: {why}")
+            if len(part.submissions) > 1:
+                self._todo.appendleft(replace(part, submissions=part.submissions[1:]))
+            return
+        self._todo.appendleft(part)
+        self._deaths[part.policy] += 1
+        if self._deaths[part.policy] < MOST_DEATHS:
+            return
+        self._hopeless += 1
+        machine = self._hopeless >= MOST_DEATHS
+        gone = [one for one in self._todo if machine or one.policy == part.policy]
+        for one in gone:
+            self._todo.remove(one)
+            yield Died(one, f"{MOST_DEATHS} processes ended while they loaded the weights of {part.policy}: {why}")
 
 
 # --- in the process itself ------------------------------------------------------------------------------------------
@@ -245,8 +289,8 @@ def _work(connection: Connection, inherited: list[Connection], parent: int, deri
             return
         part = Part(said["epoch"], said["step"], tuple(said["submissions"]))
         try:
-            for derivation in derive(part):
-                _send(connection, derivation.to_json())
+            for one in derive(part):
+                _send(connection, {"begun": one.submission} if isinstance(one, Begun) else one.to_json())
             _send(connection, {"done": True})
         except BrokenPipeError:
             return

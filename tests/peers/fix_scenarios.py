@@ -3,6 +3,7 @@
 Each scenario does the same to libp2p 0.8.1 as it ships and to our hardened swarm; tests/test_host_fixes.py compares.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -106,6 +107,42 @@ async def window():
             most = max(most, sum(len(b) for b in held[0].conn.stream_buffers.values()))
         await trio.sleep(0.5)
         return {"buffered": most, "cut": held[0].conn.event_shutting_down.is_set()}
+
+
+async def strays():
+    """A peer sends 4 MiB to a stream that was never opened; then its own side closes the connection, and it writes."""
+    host, peer = make_swarm(), make_swarm()
+
+    async def never_read(stream):
+        await trio.sleep(30)
+
+    async with background_trio_service(host), background_trio_service(peer):
+        host.set_stream_handler(never_read)
+        address = await listen(host)
+        connection = await dial(peer, address, host.get_peer_id())
+        await connection.new_stream()
+        await trio.sleep(0.3)
+        served = host.get_connections()[0].muxed_conn
+        frame = struct.pack("!BBHII", 0, 0, 0, 4001, 65536) + bytes(65536)
+        sent = 0
+        with contextlib.suppress(Exception):
+            for _ in range(64):
+                await connection.muxed_conn._write_frame(frame)
+                await trio.sleep(0.005)
+                sent += len(frame)
+        await trio.sleep(0.5)
+        cut = served.event_shutting_down.is_set()
+
+        layer = connection.muxed_conn
+        for name in ("secured_conn", "conn", "read_writer", "read_write_closer", "stream", "stream"):
+            layer = getattr(layer, name, layer)
+        await trio.aclose_forcefully(layer)
+        refused = False
+        try:
+            await connection.muxed_conn._write_frame(frame)
+        except Exception:
+            refused = True
+        return {"sent": sent, "cut": cut, "write_refused": refused}
 
 
 async def streams():
@@ -282,7 +319,7 @@ async def keys():
         return {"connected": len(host.get_connections())}
 
 
-SCENARIOS = (slots, window, streams, writes, dialing, delay, unasked, port, names, keys)
+SCENARIOS = (slots, window, strays, streams, writes, dialing, delay, unasked, port, names, keys)
 
 
 async def bounded(scenario):

@@ -73,17 +73,18 @@ def _match_bf16(claim: Claim, chunks: Sequence[toploc.Bf16Stats], limits: Bf16Th
     claim.numbers["mantissa_mean"] = mean
     claim.note("exponents", float(max(chunk.exponents for chunk in chunks)))
     for i, (chunk, chunk_mean) in enumerate(zip(chunks, means, strict=True)):
-        if chunk.exponents > limits.chunk_exponents or chunk_mean > limits.chunk_mantissa:
+        exponents, mantissa = limits.chunk_bounds(len(claim.tokens_N) - PROOF_CHUNK_TOKENS * (first + i))
+        if chunk.exponents > exponents or chunk_mean > mantissa:
             claim.fail(ReasonCode.PROOF_MISMATCH, chunk_at=float(first + i))
             return
     if claim.at_end and count >= limits.rollout_chunks and mean > limits.rollout_mantissa:
         claim.fail(ReasonCode.PROOF_MISMATCH)
 
 
-def as_bf16(states_NH: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Rounded to bfloat16, ties to even: what a machine whose arithmetic was exact until here would have committed."""
-    rounded: npt.NDArray[np.float32] = torch.from_numpy(states_NH).bfloat16().float().numpy()
-    return rounded
+def as_bf16(states_NH: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of what a machine whose arithmetic was exact until here would have committed: rounded, ties to even."""
+    bits_NH: npt.NDArray[np.uint16] = torch.from_numpy(states_NH).bfloat16().view(torch.uint16).numpy()
+    return bits_NH
 
 
 def _proofs(claim: Claim) -> tuple[bytes, ...]:
