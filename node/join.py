@@ -57,8 +57,11 @@ RUN_MARK = "HEADWATER_RUN"
 HOST_DEADLINE_S = 150.0
 """Importing libp2p on a slow machine that starts many processes at once takes over a minute."""
 
-STOP_DEADLINE_S = 1.9
+STOP_DEADLINE_S = 4.8
 """After SIGTERM or Ctrl-C the process is gone within this long; its children end with it."""
+
+ABANDON_S = 3.0
+"""What a role hands back in its last moments is handed back by then, or not at all."""
 
 KEEP_POLICIES = {"inference": 2, "validator": 8}
 """Policies kept on disk. A validator judges leases a few steps old; fewer would be pulled again."""
@@ -403,7 +406,7 @@ async def supervise(
 
 async def _abandon(role: Role, reason: str) -> None:
     with contextlib.suppress(HeadwaterError, TimeoutError):
-        async with asyncio.timeout(0.8):
+        async with asyncio.timeout(ABANDON_S):
             await role.abandon(reason)
 
 

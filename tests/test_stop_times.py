@@ -182,7 +182,7 @@ def joining(directory: Path, run: Path, role: str, home: Path, ready: Callable[[
     def said() -> str:
         return log.read_text() if log.exists() else ""
 
-    return Started(command, lambda: ready(said(), command), NODE, 2.0, (home,), lambda _: '"stopped"' in said())
+    return Started(command, lambda: ready(said(), command), NODE, 5.0, (home,), lambda _: '"stopped"' in said())
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
