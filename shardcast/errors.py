@@ -9,6 +9,7 @@
         ├── SourceError        what one source sent, or failed to send; charged to that address alone
         │   └── LieError       a relay validly signed other bytes than the origin did; carries its stamp
         ├── CodecError         wire bytes that are no encoding of the shard they are said to be
+        ├── WrongBodyError     an unsigned answer that is not the state asked for; whoever sent it is charged
         ├── StoreError         a local store that is damaged, or is held by another process
         └── PublishError       a checkpoint that the origin must not publish
 
@@ -74,6 +75,12 @@ class LieError(SourceError):
 
 class CodecError(ShardcastError):
     """Wire bytes that are no encoding of the shard they are said to be. Whoever signed their hash made them."""
+
+
+class WrongBodyError(ShardcastError):
+    """An answer whose bytes nobody signed (`state/I`) is not the state asked for. Charged to the source, as SourceError."""
+
+    code = ReasonCode.SHARD_MISMATCH
 
 
 class StoreError(ShardcastError):
