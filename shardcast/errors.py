@@ -78,7 +78,7 @@ class CodecError(ShardcastError):
 
 
 class WrongBodyError(ShardcastError):
-    """An answer whose bytes nobody signed (`state/I`) is not the state asked for. Charged to the source, as SourceError."""
+    """An answer whose bytes nobody signed (`state/I`) is not the state asked for. The source is charged for it."""
 
     code = ReasonCode.SHARD_MISMATCH
 

@@ -25,12 +25,14 @@ from shardcast.errors import ForkError, PublicationError
 from shardcast.layout import root_of_states, shard_length
 from shardcast.limits import MAX_STATE_HASHES, WIRE_SLACK_BYTES
 from shardcast.records import (
+    CODEC_CLASSES,
     CODEC_FULL,
     HEAD_KIND,
     MANIFEST_KIND,
     NO_HASH,
     OPEN_KIND,
     SHARD_KIND,
+    WITH_BASE,
     Head,
     PublicationManifest,
     PublicationOpen,
@@ -84,6 +86,8 @@ class Publication:
         self._signers = frozenset((*run.origins, *(run.revoked_origins if revoked else ())))
         self._known: set[bytes] = set()
         self._envelopes: dict[int, Envelope] = {}
+        self._wire_bytes = 0
+        """Of the shards whose records are known."""
         self.opening: PublicationOpen | None = None
         self.opening_envelope: Envelope | None = None
         self.manifest: PublicationManifest | None = None
@@ -145,14 +149,18 @@ class Publication:
         return envelope.kind
 
     def expect(self, index: int) -> ShardRecord | None:
-        """The record of shard `index`; None while neither it nor the manifest is known."""
+        """The record of shard `index`; None while neither it nor the manifest is known. From the manifest alone it has
+        no `wire_hash` (`NO_HASH`) unless the publication is a full one."""
         envelope = self._envelopes.get(index)
         if envelope is not None:
             return envelope.record(ShardRecord)
-        if self.manifest is None or self.manifest.codec != CODEC_FULL or not 0 <= index < self.shards:
+        if self.manifest is None or not 0 <= index < self.shards:
             return None
         state = self.manifest.states[index * HASH_BYTES : (index + 1) * HASH_BYTES]
         length = shard_length(self.open.raw_bytes, index)
+        if self.manifest.codec != CODEC_FULL:
+            # Only its own record says what a frame is; the state can be asked for, and proven, without.
+            return ShardRecord(self.open.publication, index, 0, length, NO_HASH, NO_HASH, state)
         return ShardRecord(self.open.publication, index, length, length, state, NO_HASH, state)
 
     def states(self) -> list[bytes]:
@@ -188,7 +196,7 @@ class Publication:
                     (self.opening_envelope.raw, envelope.raw),
                 )
             raise PublicationError("the open record of another publication")
-        if record.codec != CODEC_FULL:
+        if record.codec > CODEC_CLASSES:
             raise PublicationError(
                 f"codec {record.codec} is unknown here; upgrade headwater", ReasonCode.UNSUPPORTED_VERSION
             )
@@ -198,8 +206,8 @@ class Publication:
             )
         if not 0 < record.shards <= MAX_STATE_HASHES or record.shards != -(-record.raw_bytes // SHARD_BYTES):
             raise PublicationError(f"{record.shards} shards do not fit {record.raw_bytes} bytes")
-        if record.base != NO_HASH:
-            raise PublicationError("a full publication names a base")
+        if (record.base != NO_HASH) != (record.codec in WITH_BASE):
+            raise PublicationError("only a publication of patches has a base, and each of them has one")
         if record.max_wire_bytes > record.raw_bytes + record.shards * WIRE_SLACK_BYTES:
             raise PublicationError("the publication announces more wire bytes than allowed", ReasonCode.OVERSIZE)
         self.opening, self.opening_envelope = record, envelope
@@ -215,15 +223,31 @@ class Publication:
             )
         if not record.index < self.shards:
             raise PublicationError(f"shard {record.index} of {self.shards}")
-        if record.raw_bytes != shard_length(self.open.raw_bytes, record.index) or record.wire_bytes != record.raw_bytes:
-            raise PublicationError(f"shard {record.index} has wrong lengths", ReasonCode.LENGTH_MISMATCH)
-        if record.old_hash != NO_HASH or record.wire_hash != record.new_hash:
-            raise PublicationError(f"shard {record.index} of a full publication names a base")
+        self._check_shard(record)
         if self.manifest is not None:
             self._check_against_manifest(record, envelope)
         self._envelopes[record.index] = envelope
+        if known is None:
+            self._wire_bytes += record.wire_bytes
         if self.manifest is not None:
             self._check_digest(self.manifest)
+
+    def _check_shard(self, record: ShardRecord) -> None:
+        """Lengths and hashes of one record. Raises PublicationError."""
+        opening = self.open
+        most = record.raw_bytes if opening.codec == CODEC_FULL else record.raw_bytes + WIRE_SLACK_BYTES
+        least = record.raw_bytes if opening.codec == CODEC_FULL else 1
+        if record.raw_bytes != shard_length(opening.raw_bytes, record.index):
+            raise PublicationError(f"shard {record.index} has wrong lengths", ReasonCode.LENGTH_MISMATCH)
+        if not least <= record.wire_bytes <= most:
+            raise PublicationError(f"shard {record.index} has wrong lengths", ReasonCode.LENGTH_MISMATCH)
+        known = record.index in self._envelopes
+        if not known and self._wire_bytes + record.wire_bytes > opening.max_wire_bytes:
+            raise PublicationError("the shards are longer than announced", ReasonCode.OVERSIZE)
+        if (record.old_hash != NO_HASH) != (opening.codec in WITH_BASE):
+            raise PublicationError(f"shard {record.index}: only a patch has a base, and each has one")
+        if record.wire_hash == NO_HASH or (opening.codec == CODEC_FULL and record.wire_hash != record.new_hash):
+            raise PublicationError(f"shard {record.index} of a full publication has two hashes")
 
     def _take_manifest(self, envelope: Envelope) -> None:
         record = envelope.record(PublicationManifest)
@@ -238,7 +262,12 @@ class Publication:
         same = (record.epoch, record.step, record.publication, record.base, record.layout, record.codec)
         if same != (opening.epoch, opening.step, opening.publication, opening.base, opening.layout, opening.codec):
             raise PublicationError("the manifest belongs to another publication")
-        if record.raw_bytes != opening.raw_bytes or record.wire_bytes != opening.raw_bytes:
+        full = opening.codec == CODEC_FULL
+        if (
+            record.raw_bytes != opening.raw_bytes
+            or record.wire_bytes > opening.max_wire_bytes
+            or (full and record.wire_bytes != opening.raw_bytes)
+        ):
             raise PublicationError("the manifest's sizes are not the ones announced", ReasonCode.LENGTH_MISMATCH)
         if len(record.states) != HASH_BYTES * opening.shards:
             raise PublicationError("the manifest does not hold one state hash per shard", ReasonCode.LENGTH_MISMATCH)
@@ -250,7 +279,7 @@ class Publication:
             for known in self._envelopes.values():
                 self._check_against_manifest(known.record(ShardRecord), known)
             self._check_digest(record)
-        except ForkError:
+        except (ForkError, PublicationError):
             self.manifest, self.manifest_envelope = None, None
             raise
 
@@ -273,6 +302,11 @@ class Publication:
                 "the manifest does not equal the signed shard records",
                 (self.manifest_envelope.raw, *self.shard_envelopes()),
             )
+        records = [self._envelopes[index].record(ShardRecord) for index in range(self.shards)]
+        if self._wire_bytes != manifest.wire_bytes:
+            raise PublicationError("the manifest counts other wire bytes than the records", ReasonCode.LENGTH_MISMATCH)
+        if manifest.base != NO_HASH and root_of_states([record.old_hash for record in records]) != manifest.base:
+            raise PublicationError("the shards apply to another root than the base", ReasonCode.HASH_MISMATCH)
 
     def _take_head(self, envelope: Envelope) -> None:
         record = envelope.record(Head)

@@ -32,11 +32,15 @@ PASS_KIND = "weights.pass"  # noqa: S105
 SHOWN_KIND = "weights.shown"
 STAMP_KIND = "relay.stamp"
 
-CODEC_FULL = 0
-"""The wire bytes of a shard are its raw bytes. Codecs with a base root (deltas) take higher numbers."""
+CODEC_FULL, CODEC_ANCHOR, CODEC_GAPS, CODEC_CLASSES = range(4)
+"""`PublicationOpen.codec`. Full: the wire bytes of a shard are its raw bytes. The others' are frames (`codecs`): an
+anchor's need nothing else, those of the last two may change the shard of `base`."""
+
+WITH_BASE = (CODEC_GAPS, CODEC_CLASSES)
+"""Codecs of publications that apply to a base root."""
 
 NO_HASH = bytes(HASH_BYTES)
-"""Stands where a full shard has no base."""
+"""Stands where a shard has no base, and where no wire bytes are signed."""
 
 
 @record(1 * KIB)
@@ -47,7 +51,7 @@ class PublicationOpen:
     publication: Id
     """Random; a crashed origin opens a new one for the same step."""
     base: Hash
-    """Root the shards apply to; `NO_HASH` for full shards."""
+    """Root the shards apply to; `NO_HASH` for full shards and anchors."""
     layout: Hash
     codec: U8
     raw_bytes: U64
@@ -66,7 +70,7 @@ class ShardRecord:
     raw_bytes: U32
     wire_hash: Hash
     old_hash: Hash
-    """BLAKE3 of the raw shard before applying; `NO_HASH` for full shards."""
+    """BLAKE3 of the raw shard before applying; `NO_HASH` for full shards and anchors."""
     new_hash: Hash
     """BLAKE3 of the raw shard after applying: the state hash."""
 

@@ -352,6 +352,14 @@ class Store:
         self._trim()
         return feed
 
+    def keys_down(self, key: Key | None, most: int) -> list[Key]:
+        """At most `most` publications, finished or under way, from `key` (None: the newest) down, newest first."""
+        running = [at for at, feed in self._feeds.items() if not feed.complete]
+        found = sorted({*self.keys[-(most + len(running)) :], *running}, reverse=True)
+        if key is not None and self.keys and key < self.keys[-1]:
+            found = sorted({*self.keys, *running}, reverse=True)
+        return [at for at in found if key is None or at <= key][:most]
+
     def frames_of(self, feed: Feed) -> list[bytes]:
         """The feed's frames; the newest publication carries the newest signature of its head."""
         if feed.complete and self.head is not None and self.keys and feed.key == self.keys[-1]:

@@ -23,7 +23,7 @@ Not covered: hashes, which shards there are, and whom to blame.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -77,6 +77,34 @@ def encode(codec: Codec, old: Buffer | None, new: Buffer, segments: Sequence[Seg
     if frame is None or len(frame) > len(new_B) + 1:
         return bytes((Codec.RAW,)) + new_B.tobytes()
     return frame
+
+
+def adds(wire: Buffer) -> bool:
+    """Whether a frame adds a difference to whatever the old shard is, so that `join` can add it to others. Raises
+    CodecError for what is no frame."""
+    return _codec(memoryview(wire).cast("B")) is Codec.GAPS
+
+
+def join(frames: Iterable[Buffer], segments: Sequence[Segment]) -> bytes:
+    """One frame that does what these do one after another, made without any of their shards.
+
+    Differences are whole numbers modulo 2^width: their sum is the difference of the whole way. By class they can't be
+    joined so: where a class's items lie is known from the old shard alone.
+
+    Args:
+        frames: each of which `adds`, oldest first.
+
+    Raises:
+        CodecError: one is no such frame of this shard.
+    """
+    nothing = np.zeros(total_bytes(segments), dtype=np.uint8)
+    sum_B, next_B = nothing.copy(), np.empty_like(nothing)
+    for frame in frames:
+        if not adds(frame):
+            raise CodecError("only frames of gaps can be joined", ReasonCode.UNSUPPORTED_VERSION)
+        decode(frame, sum_B.data, next_B.data, segments)
+        sum_B, next_B = next_B, sum_B
+    return _patch(Codec.GAPS, nothing, sum_B, segments)
 
 
 def needs_old(wire: Buffer) -> bool:
