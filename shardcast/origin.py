@@ -56,6 +56,7 @@ from shardcast.records import (
 )
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
 from shardcast.store import Store, hash_file, read_bounded, read_publication
+from shardcast.terms import OPEN_TERMS, Terms
 from shardcast.watch import FolderWatch
 
 log = logging.getLogger("shardcast.origin")
@@ -128,17 +129,21 @@ class Origin:
         listen: str = "127.0.0.1:0",
         clock_ms: Clock = wall_clock_ms,
         open_to_all: bool = True,
+        run: Run | None = None,
+        terms: Terms = OPEN_TERMS,
     ) -> None:
         """Open the archive for writing.
 
         Args:
             open_to_all: serve whoever asks; otherwise only those whom the coordinator's passes send here.
+            run: of which to publish; by default the one of the directory's manifest.
+            terms: limits of what is served, and how.
 
         Raises:
             UsageError: another process publishes this run, or the key is not the run's origin key.
         """
         self.run_dir = run_dir
-        self.run = load_run(run_dir)
+        self.run = load_run(run_dir) if run is None else run
         if identity.public != self.run.manifest.origin:
             raise UsageError(
                 "the origin key is not the one that the run's newest manifest names; leave --key out, and the right "
@@ -155,6 +160,7 @@ class Origin:
             listen=listen,
             clock_ms=clock_ms,
             passes=None if open_to_all else PassCheck(self.run, identity.public, clock_ms),
+            terms=terms,
         )
         self._checkpoints = str(run_dir / "checkpoints")
         self._looked_at: dict[str, tuple[int, int]] = {}
@@ -179,7 +185,7 @@ class Origin:
                 await self.publish_ready()
                 for name in self._folders:
                     watch.add(f"{self._checkpoints}/{name}")
-                self._refresh_head()
+                self.refresh_head()
                 self.server.counters.newest = self.store.keys[-1] if self.store.keys else None
                 await watch.wait(CHECKPOINT_LOOK_S)
         finally:
@@ -190,7 +196,7 @@ class Origin:
         self._add_model_files()
         if self.store.head is not None:
             self.store.set_head(self.store.head)  # a kill may have come between the publication and this file
-        self._refresh_head()
+        self.refresh_head()
         await self.server.start()
 
     async def close(self) -> None:
@@ -362,7 +368,7 @@ class Origin:
         )
         return self._seal(HEAD_KIND, head, HEAD_LIFETIME_MS)
 
-    def _refresh_head(self) -> None:
+    def refresh_head(self) -> None:
         """Sign the newest head again once a third of its life is over, or with a key that came after it."""
         if self.store.head is None or time.monotonic() < self._head_due:
             return

@@ -56,6 +56,10 @@ class Parent:
     """Who must answer there; empty when nobody told us (a URL typed by hand): then no stamp is asked for."""
     admission: bytes = b""
     """The `weights.pass` envelope, if the run hands out passes."""
+    pin: bytes = b""
+    """SHA-256 of the certificate that must be shown there (`tls`); for `https://` only."""
+    cached: bool = False
+    """A public HTTP cache of somebody: what it sends is charged to its address alone."""
 
 
 def parents_of(given: Iterable[str | Parent]) -> list[Parent]:

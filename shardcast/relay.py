@@ -31,6 +31,7 @@ from shardcast.publication import Key, Publication
 from shardcast.records import ShardRecord
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
 from shardcast.store import Feed, Store, hash_file, read_publication, verify_shards
+from shardcast.terms import OPEN_TERMS, Terms
 
 log = logging.getLogger("shardcast.relay")
 
@@ -107,6 +108,8 @@ class RelayServer:
         clock_ms: Clock = wall_clock_ms,
         passes: bool = False,
         report: Callable[[RelayReport], None] | None = None,
+        presenter: Presenter | None = None,
+        terms: Terms = OPEN_TERMS,
     ) -> None:
         """Open the store.
 
@@ -116,6 +119,8 @@ class RelayServer:
             passes: serve only children that show a pass of the run's coordinator.
             report: told of a parent that sent wrong bytes; must not block.
             keep: finished publications kept; older ones are removed.
+            presenter: shows our passes to parents; by default as `identity`.
+            terms: limits of what is served, and how.
             sequences: those of `identity`, when its owner signs other things too.
 
         Raises:
@@ -139,6 +144,7 @@ class RelayServer:
             passes=PassCheck(run, identity.public, clock_ms) if passes else None,
             stamped=True,
             missing=self._coming_s,
+            terms=terms,
         )
         self._follower = Follower(
             run,
@@ -148,7 +154,7 @@ class RelayServer:
             make_sink=self._make_sink,
             on_whole=self._on_whole,
             on_head=self.store.set_head,
-            presenter=Presenter(self.run.id, identity, sequences, clock_ms),
+            presenter=presenter or Presenter(self.run.id, identity, sequences, clock_ms),
             report=report,
         )
         self._has_blobs = False

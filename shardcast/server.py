@@ -4,16 +4,20 @@
     GET /v1/{run}/news?after=E.S&wait=MS        frames of the newest publication after E.S, also while it is made
     GET /v1/{run}/p/{E}-{S}/records?from=N&wait=MS   frames N.. of one publication; 204 when none came
     GET /v1/{run}/p/{E}-{S}/open | manifest     one envelope
-    GET /v1/{run}/p/{E}-{S}/shard/{I}           bytes of a shard that was verified here
-    GET /v1/{run}/blob/{HASH}                   layout or model file
+    GET /v1/{run}/p/{E}-{S}/shard/{I}?wait=MS   bytes of a shard that was verified here, or is within the wait
+    GET /v1/{run}/wire/{E}-{S}/{I}/{HASH}       the same bytes by their BLAKE3: caches may keep them for ever
+    GET /v1/{run}/blob/{HASH}                   layout or model file; caches may keep it
+    GET /v1/{run}/share                         envelope of the share, where one is served; also /v1/share
     GET /v1/{run}/challenge?nonce=HEX           `challenge` envelope signed with this process's identity
     GET /v1/{run}/stats                         JSON: bytes sent, children, lag, stamps; for people, not evidence
 
 Security: everything is read-only; all path parts are integers or hashes; a connection without a whole request
-header is closed after 10 s, a receiver below 16 KiB/s is cut, connections are capped in total and per address. With a
-`PassCheck`, only children that show a pass for this server get more than a head, a challenge or stats.
+header is closed after 10 s, a receiver below 16 KiB/s is cut, connections are capped in total and per address (`gate`).
+With a `PassCheck`, only children that show a pass for this server get more than a head, a challenge or stats. `Terms`
+add limits of bytes, a list of those who are served, and TLS. What a cache may keep carries no stamp: nobody is to be
+blamed by our signature for what a cache made of it.
 
-Not covered: TLS (weights of public runs are public, and everything is signed above the transport).
+Not covered: single ranges (the whole is sent; shards are small) and what lies behind a proxy: it has one address.
 """
 
 from __future__ import annotations
@@ -24,32 +28,28 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.web_protocol import RequestHandler
 
 from protocol.envelope import seal
 from protocol.errors import EnvelopeError, ProtocolError, ReasonCode, UsageError
 from protocol.identity import Identity
-from protocol.limits import HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
+from protocol.limits import HEADER_DEADLINE_S
 from protocol.sequences import Sequences
+from shardcast.allow import KeyCheck
+from shardcast.gate import CappedServer, listen, refusal
 from shardcast.heads import replace_file
-from shardcast.limits import (
-    MAX_CONNECTIONS,
-    MAX_CONNECTIONS_PER_ADDRESS,
-    MAX_FEED_BYTES,
-    MAX_WAIT_MS,
-)
-from shardcast.passes import MAX_SHOWN_CHARS, PASS_HEADER, PassCheck
+from shardcast.limits import MAX_FEED_BYTES, MAX_WAIT_MS
+from shardcast.passes import MAX_SHOWN_CHARS, PASS_HEADER
 from shardcast.publication import Key, pack_frames
 from shardcast.records import CHALLENGE_KIND, Challenge, ShardRecord
+from shardcast.sending import BINARY, Answer, TimedFile
 from shardcast.stamps import STAMP_HEADER, make_stamp
 from shardcast.stats import SAVE_S, Counters
 from shardcast.store import Feed, Store
+from shardcast.terms import OPEN_TERMS, Terms
 
 log = logging.getLogger("shardcast.server")
 
@@ -58,7 +58,10 @@ Clock = Callable[[], int]
 
 _PLACE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _AFTER = re.compile(r"([0-9]{1,19})\.([0-9]{1,19})")
-_BINARY = {"Content-Type": "application/octet-stream"}
+
+
+_REMEMBERED_USES = 1024
+"""Publications whose last request is remembered. More than any store keeps at once."""
 
 
 def wall_clock_ms() -> int:
@@ -74,93 +77,23 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+_FOR_EVER = "public, max-age=31536000, immutable"
+"""Bytes named by their hash never change: browsers' and caches' word for it."""
+
+
+class Admission(Protocol):
+    """Decides who a request comes from (`passes.PassCheck`, `allow.KeyCheck`)."""
+
+    def child(self, header: str, address: str) -> str | bytes:
+        """A key, or an address. Raises EnvelopeError(`not-granted`)."""
+
+
 class _RefusedError(Exception):
     """An answer other than 200, raised inside a handler."""
 
-    def __init__(self, status: int, code: ReasonCode, message: str) -> None:
+    def __init__(self, status: int, code: ReasonCode, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
-
-
-class TimedFile(web.StreamResponse):
-    """A whole file by sendfile, whose receiver must keep to the minimum rate.
-
-    aiohttp's own file response opens, stats and closes in other threads, and looks for compressed twins and ranges:
-    more CPU than sending a small model takes.
-    """
-
-    def __init__(self, path: Path, size: int, headers: dict[str, str] = _BINARY) -> None:
-        """Raises OSError when the file is not there, or is not as long as it should be."""
-        super().__init__(headers=headers)
-        self._file = path.open("rb", buffering=0)
-        found = os.fstat(self._file.fileno()).st_size
-        if found != size:
-            self._file.close()
-            raise OSError(f"{path} has {found} bytes instead of {size}")
-        self.content_length = self._size = size
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        try:
-            async with asyncio.timeout(HEADER_DEADLINE_S + self._size / MINIMUM_RATE_BYTES_S):
-                writer = await super().prepare(request)
-                if request.transport is None:
-                    raise ConnectionResetError("the receiver is gone")
-                if self._size:
-                    await asyncio.get_running_loop().sendfile(request.transport, self._file, 0, self._size)
-                await super().write_eof()
-                return writer
-        except TimeoutError as exc:
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("the receiver fell below the minimum rate") from exc
-        finally:
-            self._file.close()
-
-
-class _Answer(web.Response):
-    """Bytes from memory, whose receiver must keep to the minimum rate: unread answers of many would fill it."""
-
-    _request: web.BaseRequest | None = None
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        self._request = request
-        return await super().prepare(request)
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        size = len(self.body) if isinstance(self.body, bytes) else 0
-        try:
-            async with asyncio.timeout(HEADER_DEADLINE_S + size / MINIMUM_RATE_BYTES_S):
-                await super().write_eof(data)
-        except TimeoutError as exc:
-            if self._request is not None and self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("the receiver fell below the minimum rate") from exc
-
-
-class _CappedServer(web.Server):
-    """Closes connections over the caps before anything is read from them."""
-
-    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **options: Any) -> None:
-        super().__init__(handler, **options)
-        self._open: dict[str, int] = {}
-        self._address_of: dict[int, str] = {}
-
-    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        peer = transport.get_extra_info("peername")
-        address = str(peer[0]) if peer else ""
-        self._address_of[id(handler)] = address
-        self._open[address] = self._open.get(address, 0) + 1
-        if self._open[address] > MAX_CONNECTIONS_PER_ADDRESS or len(self._address_of) > MAX_CONNECTIONS:
-            transport.abort()
-
-    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
-        super().connection_lost(handler, exc)
-        address = self._address_of.pop(id(handler), None)
-        if address is not None:
-            self._open[address] -= 1
-            if not self._open[address]:
-                del self._open[address]
+        self.status, self.code, self.headers = status, code, headers
 
 
 class WeightsServer:
@@ -174,18 +107,24 @@ class WeightsServer:
         sequences: Sequences,
         listen: str,
         clock_ms: Clock = wall_clock_ms,
-        passes: PassCheck | None = None,
+        passes: Admission | None = None,
         stamped: bool = False,
+        terms: Terms = OPEN_TERMS,
         missing: Callable[[Key], float] = lambda key: 0.0,
     ) -> None:
         """
         Args:
             passes: whom to serve; None serves everybody.
             stamped: sign which bytes are sent, as relays do.
+            terms: limits of what is served, whom, and over what. Its list, if there is one, counts instead of passes.
             missing: told that a child asked for a publication that is not here; seconds it may wait, 0 when in vain.
         """
         self._missing = missing
-        self._passes = passes
+        allow = terms.allow
+        self._passes = KeyCheck(allow, store.run.id, identity.public, clock_ms) if allow is not None else passes
+        self._terms = terms
+        self._last_use: dict[Key, float] = {}
+        """Publication -> monotonic time of the last request for its bytes."""
         self._stamped = stamped
         self._store = store
         self._identity = identity
@@ -194,6 +133,7 @@ class WeightsServer:
         self._clock_ms = clock_ms
         self._prefix = f"/v1/{store.run.id.hex()}/"
         self._runner: web.ServerRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._saver: asyncio.Task[None] | None = None
         self.counters = Counters(store.root)
         self.url = ""
@@ -207,52 +147,75 @@ class WeightsServer:
         """
         host, port = parse_listen(self._listen)
         # An idle connection is one without a whole request header, so this timeout is also the header's deadline.
-        server = _CappedServer(self._handle, keepalive_timeout=HEADER_DEADLINE_S, access_log=None, lingering_time=1.0)
+        server = CappedServer(self._handle, keepalive_timeout=HEADER_DEADLINE_S, access_log=None, lingering_time=1.0)
         runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, host, port)
         try:
-            await site.start()
+            certificate = self._terms.certificate
+            self._listener = await listen(server, host, port, certificate.context if certificate is not None else None)
         except OSError as exc:
             await runner.cleanup()
             raise UsageError(
                 f"cannot listen on {self._listen}: {exc.strerror}; stop the program that uses it or choose another port"
             ) from exc
         self._runner = runner
-        bound = runner.addresses[0]
+        bound = self._listener.sockets[0].getsockname()
         name = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        self.url = f"http://{name}:{bound[1]}"
+        self.url = f"http{'s' if certificate is not None else ''}://{name}:{bound[1]}"
         replace_file(self._store.root / "server.json", json.dumps({"url": self.url, "pid": os.getpid()}).encode())
         self._saver = asyncio.create_task(self._save_counters())
 
     async def close(self) -> None:
         if self._saver is not None:
             self._saver.cancel()
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
-            self.counters.save()
+            self._save()
             (self._store.root / "server.json").unlink(missing_ok=True)
 
     async def _save_counters(self) -> None:
         while True:
             await asyncio.sleep(SAVE_S)
-            self.counters.save()
+            self._save()
+
+    def _save(self) -> None:
+        self.counters.save()
+        if self._terms.quota is not None:
+            self._terms.quota.save()
+
+    def in_use(self, key: Key) -> bool:
+        """Whether somebody is downloading a publication, as far as can be seen: it must not be removed now."""
+        return time.monotonic() - self._last_use.get(key, -1e9) < self._terms.in_use_s
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        headers = None
         try:
-            return await self._answer(request)
-        except _RefusedError as refusal:
-            status, code, message = refusal.status, refusal.code, str(refusal)
+            answer = await self._answer(request)
+            if self._terms.quota is not None:
+                self._terms.quota.count(request.remote or "", answer.content_length or 0)
+            return answer
+        except _RefusedError as said:
+            status, code, message, headers = said.status, said.code, str(said), said.headers
         except (ProtocolError, OSError) as exc:
             log.error("%s: %s", request.path, exc)
             code = exc.code if isinstance(exc, ProtocolError) else ReasonCode.RECORD_MISSING
             status, code, message = 500, code, "the publication is damaged here; ask another source"
-        return web.json_response({"code": str(code), "message": message}, status=status)
+        return refusal(status, code, message, headers)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method != "GET":
             raise _RefusedError(405, ReasonCode.WRONG_KIND, "only GET is served here")
+        if "," in request.headers.get("Range", ""):
+            raise _RefusedError(
+                416, ReasonCode.MALFORMED, "several ranges in one request are not served; ask one by one"
+            )
+        if self._terms.allow is not None:
+            self._admit(request)
         path = request.path
+        if path == "/v1/share":
+            return self._share()
         if not path.startswith(self._prefix):
             raise _RefusedError(404, ReasonCode.WRONG_RUN, "another run is served here")
         parts = path[len(self._prefix) :].split("/")
@@ -262,9 +225,12 @@ class WeightsServer:
             case ["challenge"]:
                 return self._challenge(request)
             case ["stats"]:
-                return web.json_response(self.counters.table())
+                return web.json_response(self.counters.table(), headers={"Cache-Control": "no-store"})
+            case ["share"]:
+                return self._share()
         who = self._admit(request)
-        if parts[-2:-1] == ["shard"] or _wait_s(request):
+        self._within_quota(request)
+        if parts[-2:-1] == ["shard"] or parts[0] == "wire" or _wait_s(request):
             self.counters.child(who)  # not those who only look whether their first parent withholds something
         match parts:
             case ["news"]:
@@ -272,14 +238,16 @@ class WeightsServer:
             case ["p", place, "records"]:
                 return await self._records(request, await self._feed_or_wait(place))
             case ["p", place, "open"]:
-                return _Answer(body=self._feed(place).frames[0], headers=_BINARY)
+                return self._from_memory(self._feed(place).frames[0])
             case ["p", place, "manifest"]:
                 feed = self._feed(place)
                 if not feed.complete:
                     raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this publication has no manifest yet")
-                return _Answer(body=feed.frames[-2], headers=_BINARY)
+                return self._from_memory(feed.frames[-2])
             case ["p", place, "shard", index]:
-                return self._shard(self._feed(place), index)
+                return self._shard(await self._shard_or_wait(request, place, index), index)
+            case ["wire", place, index, name]:
+                return self._wire(self._feed(place), index, name)
             case ["blob", name]:
                 return self._blob(name)
         raise _RefusedError(404, ReasonCode.MALFORMED, "no such resource")
@@ -295,6 +263,28 @@ class WeightsServer:
         except EnvelopeError as exc:
             self.counters.refused += 1
             raise _RefusedError(403, exc.code, str(exc)) from exc
+
+    def _within_quota(self, request: web.BaseRequest) -> None:
+        quota = self._terms.quota
+        wait_s = quota.wait_s(request.remote or "") if quota is not None else 0
+        if wait_s:
+            self.counters.refused += 1
+            raise _RefusedError(
+                429,
+                ReasonCode.QUOTA,
+                "your network has had what this server gives a network a day; ask another source, or come back later",
+                {"Retry-After": str(wait_s)},
+            )
+
+    def _share(self) -> web.StreamResponse:
+        if self._terms.share is None:
+            raise _RefusedError(404, ReasonCode.RECORD_MISSING, "a run is served here, no share; use its manifest")
+        return self._from_memory(self._terms.share())
+
+    def _from_memory(self, body: bytes) -> Answer:
+        answer = Answer(body=body, headers=BINARY)
+        answer.up = self._terms.up
+        return answer
 
     def _feed(self, place: str) -> Feed:
         match = _PLACE.fullmatch(place)
@@ -329,7 +319,7 @@ class WeightsServer:
         while True:
             keys = self._store.keys
             if self._store.head is not None and keys and (after is None or keys[-1] > after):
-                return _Answer(body=self._store.head, headers=_BINARY)
+                return self._from_memory(self._store.head)
             if not await self._store.changed(max(0.0, deadline - time.monotonic())):
                 return web.Response(status=204)
 
@@ -345,7 +335,7 @@ class WeightsServer:
                 return web.Response(status=204)
         return self._frames(feed, start)
 
-    def _frames(self, feed: Feed, start: int) -> _Answer:
+    def _frames(self, feed: Feed, start: int) -> Answer:
         chosen = []
         size = 0
         for frame in self._store.frames_of(feed)[start:]:
@@ -353,21 +343,48 @@ class WeightsServer:
             size += len(frame) + 4
             if size > MAX_FEED_BYTES:
                 break
-        return _Answer(body=pack_frames(chosen), headers=_BINARY)
+        return self._from_memory(pack_frames(chosen))
+
+    async def _shard_or_wait(self, request: web.BaseRequest, place: str, index_text: str) -> Feed:
+        """The feed of a shard, once the shard is verified here or the wait that was asked for is over."""
+        feed = self._feed(place)
+        deadline = time.monotonic() + _wait_s(request)
+        while not (feed.complete or feed.gone) and index_text.isdecimal() and _index(index_text) not in feed.shards:
+            if not await self._store.changed(max(0.0, deadline - time.monotonic())):
+                break
+        return feed
+
+    def _record(self, feed: Feed, index_text: str) -> ShardRecord:
+        """The record of a shard that is here and may be sent."""
+        index = _index(index_text)
+        if feed.gone or index not in feed.shards:
+            raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this shard is not here, or not yet")
+        record = feed.shards[index]
+        self._last_use[feed.key] = time.monotonic()
+        while len(self._last_use) > _REMEMBERED_USES:
+            del self._last_use[next(iter(self._last_use))]
+        self.counters.sent(record.wire_bytes, record.raw_bytes)
+        return record
 
     def _shard(self, feed: Feed, index_text: str) -> web.StreamResponse:
-        if not (index_text.isdecimal() and len(index_text) <= 7) or int(index_text) not in feed.shards:
-            raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this shard is not here, or not yet")
-        record = feed.shards[int(index_text)]
-        self.counters.sent(record.wire_bytes, record.raw_bytes)
-        return self.shard(feed, record)
+        return self.shard(feed, self._record(feed, index_text))
+
+    def _wire(self, feed: Feed, index_text: str, name: str) -> web.StreamResponse:
+        """A shard's bytes by their hash: for caches, so without a stamp, and only if it is that hash."""
+        index = _index(index_text)
+        if index not in feed.shards or feed.shards[index].wire_hash.hex() != name:
+            raise _RefusedError(404, ReasonCode.RECORD_MISSING, "no shard with this hash is here, or not yet")
+        record = self._record(feed, index_text)
+        path = self._store.shard_path(feed.key, record.index)
+        return TimedFile(path, record.wire_bytes, _for_ever(name), self._terms.up)
 
     def shard(self, feed: Feed, record: ShardRecord) -> web.StreamResponse:
         """The answer that carries one shard."""
-        headers = _BINARY
+        headers = BINARY
         if self._stamped:
-            headers = {**_BINARY, STAMP_HEADER: self._stamp(feed, record)}
-        return TimedFile(self._store.shard_path(feed.key, record.index), record.wire_bytes, headers)
+            headers = {**BINARY, STAMP_HEADER: self._stamp(feed, record)}
+        path = self._store.shard_path(feed.key, record.index)
+        return TimedFile(path, record.wire_bytes, headers, self._terms.up)
 
     def _stamp(self, feed: Feed, record: ShardRecord) -> str:
         """Our signature on what this shard's bytes are: made once."""
@@ -388,7 +405,7 @@ class WeightsServer:
         path = self._store.blob(bytes.fromhex(name))
         if not path.exists():
             raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this blob is not here")
-        return TimedFile(path, path.stat().st_size)
+        return TimedFile(path, path.stat().st_size, _for_ever(name), self._terms.up)
 
     def _challenge(self, request: web.BaseRequest) -> web.StreamResponse:
         nonce = request.query.get("nonce", "")
@@ -402,7 +419,17 @@ class WeightsServer:
             sequence=self._sequences.next(CHALLENGE_KIND),
             issued_at=self._clock_ms(),
         )
-        return _Answer(body=envelope.raw, headers=_BINARY)
+        return self._from_memory(envelope.raw)
+
+
+def _index(text: str) -> int:
+    """A shard's index; -1 for what is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 7 else -1
+
+
+def _for_ever(name: str) -> dict[str, str]:
+    """Headers of bytes that are named by their hash."""
+    return {**BINARY, "Cache-Control": _FOR_EVER, "ETag": f'"{name}"'}
 
 
 def _integer(request: web.BaseRequest, name: str, default: int) -> int:

@@ -109,8 +109,8 @@ async def test_a_receiver_below_the_minimum_rate_is_cut(
 ) -> None:
     """Also of an answer from memory: unread ones would otherwise fill it, for as long as a stranger likes."""
     monkeypatch.setattr("shardcast.server.pack_frames", lambda frames: bytes(SHARD_BYTES))
-    monkeypatch.setattr("shardcast.server.HEADER_DEADLINE_S", 0.3)
-    monkeypatch.setattr("shardcast.server.MINIMUM_RATE_BYTES_S", 64 << 20)
+    monkeypatch.setattr("shardcast.sending.HEADER_DEADLINE_S", 0.3)
+    monkeypatch.setattr("shardcast.sending.MINIMUM_RATE_BYTES_S", 64 << 20)
     write_checkpoint(wide.directory, 0, 0, WIDE_SHAPES, seed=0)
     async with publishing(wide) as origin:
         await until(lambda: bool(origin.store.keys), "the publication")
@@ -135,7 +135,7 @@ async def test_a_receiver_below_the_minimum_rate_is_cut(
 
 
 async def test_connections_of_one_address_are_capped(small: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardcast.server.MAX_CONNECTIONS_PER_ADDRESS", 3)
+    monkeypatch.setattr("shardcast.gate.MAX_CONNECTIONS_PER_ADDRESS", 3)
     async with publishing(small) as origin:
         host, port = origin.server.url.removeprefix("http://").split(":")
         held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]

@@ -47,7 +47,7 @@ from protocol.limits import (
 )
 from protocol.records import Receipt, UploadIntent
 from protocol.state import LeaseState
-from shardcast.server import TimedFile
+from shardcast.sending import TimedFile
 from trainer import batches, leases
 from trainer.book import Book
 from trainer.config import IngressSection

@@ -1,0 +1,102 @@
+"""Answers whose receivers must keep to the minimum rate: whole files by sendfile, and bytes from memory.
+
+Time that an answer waits for this server's own upload limit is not held against its receiver.
+
+Not covered: who gets an answer (`server`), and connections (`gate`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from protocol.limits import HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
+from shardcast.rates import Bucket
+
+BINARY = {"Content-Type": "application/octet-stream", "Cache-Control": "no-store"}
+"""Of everything that another answer may replace, or that says what is newest: a cache must not keep it."""
+
+
+class TimedFile(web.StreamResponse):
+    """A whole file by sendfile, whose receiver must keep to the minimum rate.
+
+    aiohttp's own file response opens, stats and closes in other threads, and looks for compressed twins and ranges:
+    more CPU than sending a small model takes.
+    """
+
+    def __init__(self, path: Path, size: int, headers: dict[str, str] = BINARY, up: Bucket | None = None) -> None:
+        """
+        Args:
+            size: bytes that the file must have.
+            up: the upload limit; None sends as fast as the receiver takes it.
+
+        Raises:
+            OSError: the file is not there, or is not as long as it should be.
+        """
+        super().__init__(headers=headers)
+        self._file = path.open("rb", buffering=0)
+        found = os.fstat(self._file.fileno()).st_size
+        if found != size:
+            self._file.close()
+            raise OSError(f"{path} has {found} bytes instead of {size}")
+        self.content_length = self._size = size
+        self._up = up
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        left_s = HEADER_DEADLINE_S + self._size / MINIMUM_RATE_BYTES_S
+        now = asyncio.get_running_loop().time
+        try:
+            start = now()
+            async with asyncio.timeout(left_s):
+                writer = await super().prepare(request)
+            left_s -= now() - start
+            at = 0
+            while at < self._size:
+                piece = self._size - at if self._up is None else min(self._size - at, self._up.piece_bytes)
+                if self._up is not None:
+                    await asyncio.sleep(self._up.take(piece))
+                if request.transport is None:
+                    raise ConnectionResetError("the receiver is gone")
+                start = now()
+                async with asyncio.timeout(max(0.0, left_s)):
+                    await asyncio.get_running_loop().sendfile(request.transport, self._file, at, piece)
+                left_s -= now() - start
+                at += piece
+            async with asyncio.timeout(HEADER_DEADLINE_S):
+                await super().write_eof()
+            return writer
+        except TimeoutError as exc:
+            raise _too_slow(request) from exc
+        finally:
+            self._file.close()
+
+
+class Answer(web.Response):
+    """Bytes from memory, whose receiver must keep to the minimum rate: unread answers of many would fill it."""
+
+    _request: web.BaseRequest | None = None
+    up: Bucket | None = None
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        self._request = request
+        return await super().prepare(request)
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        size = len(self.body) if isinstance(self.body, bytes) else 0
+        if self.up is not None:
+            await asyncio.sleep(self.up.take(size))
+        try:
+            async with asyncio.timeout(HEADER_DEADLINE_S + size / MINIMUM_RATE_BYTES_S):
+                await super().write_eof(data)
+        except TimeoutError as exc:
+            raise _too_slow(self._request) from exc
+
+
+def _too_slow(request: web.BaseRequest | None) -> ConnectionResetError:
+    if request is not None and request.transport is not None:
+        request.transport.abort()
+    return ConnectionResetError("the receiver fell below the minimum rate")
