@@ -1,11 +1,12 @@
 """The origin: turns the learner's checkpoints into publications, in order, exactly once, and serves them.
 
-For each whole checkpoint (`checkpoint.json` is there): read the weights in canonical order, store and show shard
-after shard, and, only when the whole file has the hash that `checkpoint.json` names and everything is flushed to
-the disk, sign the manifest and the head. A crash before that leaves a folder that does not count; the restarted
-origin opens a new publication id for the step. `published/` is the archive: nothing in it is ever removed.
+For each whole checkpoint (`checkpoint.json` is there): read the weights in canonical order, encode them against the
+checkpoint before (`encoding`), store and show shard after shard as each is ready, and, only when the whole file has the
+hash that `checkpoint.json` names and everything is flushed to the disk, sign the manifest and the head. A crash before
+that leaves a folder that does not count; the restarted origin opens a new publication id for the step. `published/` is
+the archive: nothing in it is ever removed.
 
-Not covered: deltas, and the plan of who pulls from whom (the coordinator's passes carry it here).
+Not covered: the plan of who pulls from whom (the coordinator's passes carry it here).
 """
 
 from __future__ import annotations
@@ -23,28 +24,30 @@ from pathlib import Path
 from blake3 import blake3
 
 from protocol.envelope import Envelope, parse, seal
-from protocol.errors import UsageError
+from protocol.errors import ProtocolError, UsageError
 from protocol.identity import Identity
-from protocol.limits import MAX_MODEL_FILE_BYTES, SHARD_BYTES
+from protocol.limits import MAX_MODEL_FILE_BYTES
 from protocol.manifest import Run
 from protocol.run_files import load_chain
 from protocol.sequences import Sequences
+from shardcast.codecs import Codec
+from shardcast.encoding import OpenCheckpoint, OpenCheckpoints, patch_pays, wire_bytes
 from shardcast.errors import LayoutError, PublishError, StoreError
 from shardcast.heads import publication_name
 from shardcast.layout import (
     Canonical,
     encode_layout,
+    layout_hash,
     layout_of_safetensors,
     open_safetensors,
     require_layout,
     root_of_safetensors,
     shard_length,
 )
-from shardcast.limits import CHECKPOINT_LOOK_S, HEAD_LIFETIME_MS, MAX_CHECKPOINT_JSON_BYTES, PIECE_BYTES
+from shardcast.limits import CHECKPOINT_LOOK_S, HEAD_LIFETIME_MS, MAX_CHECKPOINT_JSON_BYTES
 from shardcast.passes import PassCheck
 from shardcast.publication import Key, Publication, manifest_for
 from shardcast.records import (
-    CODEC_FULL,
     HEAD_KIND,
     MANIFEST_KIND,
     NO_HASH,
@@ -55,7 +58,8 @@ from shardcast.records import (
     ShardRecord,
 )
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
-from shardcast.store import Store, hash_file, read_bounded, read_publication
+from shardcast.states import StateMaker
+from shardcast.store import Feed, Store, hash_file, read_bounded, read_publication
 from shardcast.terms import OPEN_TERMS, Terms
 from shardcast.watch import FolderWatch
 
@@ -64,6 +68,9 @@ log = logging.getLogger("shardcast.origin")
 WEIGHTS_NAME = "model.safetensors"
 _STEP_DIR = re.compile(r"step-([0-9]{1,12})")
 _HEAD_CHECK_S = 1.0
+_ENCODED_AT_ONCE = min(4, os.cpu_count() or 1)
+"""Shards read, encoded and flushed at once: each takes up to three times its length of memory."""
+
 _PUBLICATION_LIFETIME_MS = 365 * 24 * 3_600_000
 """Records of a publication are never stale by themselves; only heads are."""
 
@@ -131,6 +138,7 @@ class Origin:
         open_to_all: bool = True,
         run: Run | None = None,
         terms: Terms = OPEN_TERMS,
+        codec: Codec = Codec.GAPS,
     ) -> None:
         """Open the archive for writing.
 
@@ -138,6 +146,7 @@ class Origin:
             open_to_all: serve whoever asks; otherwise only those whom the coordinator's passes send here.
             run: of which to publish; by default the one of the directory's manifest.
             terms: limits of what is served, and how.
+            codec: how patches are coded; RAW sends every checkpoint as it is, ANCHOR every one coded by itself.
 
         Raises:
             UsageError: another process publishes this run, or the key is not the run's origin key.
@@ -162,6 +171,9 @@ class Origin:
             passes=None if open_to_all else PassCheck(self.run, identity.public, clock_ms),
             terms=terms,
         )
+        self._codec = codec
+        self._open = OpenCheckpoints()
+        self.server.states = self._states = StateMaker(self.store, self._open)
         self._checkpoints = str(run_dir / "checkpoints")
         self._looked_at: dict[str, tuple[int, int]] = {}
         """Checkpoint folder -> inode and mtime of the checkpoint.json that was last settled."""
@@ -194,6 +206,7 @@ class Origin:
     async def start(self) -> None:
         """Store the model files and start serving. Raises UsageError."""
         self._add_model_files()
+        self._reopen()
         if self.store.head is not None:
             self.store.set_head(self.store.head)  # a kill may have come between the publication and this file
         self.refresh_head()
@@ -201,7 +214,30 @@ class Origin:
 
     async def close(self) -> None:
         await self.server.close()
+        self._states.close()
+        self._open.close()
         self.store.close()
+
+    def _reopen(self) -> None:
+        """The newest published checkpoint, if the learner still has it: then the next one can be a patch."""
+        if not self.store.keys:
+            return
+        key = self.store.keys[-1]
+        folder = Path(self._checkpoints) / f"step-{key[1]:08d}"
+        try:
+            checkpoint = read_checkpoint(folder)
+            if checkpoint is None or checkpoint.key != key:
+                return
+            canonical = open_safetensors(checkpoint.weights)
+            publication = read_publication(self.store.folder(key), self.run)
+            if publication.manifest is None or layout_hash(canonical.layout) != publication.open.layout:
+                return
+            found = OpenCheckpoint(key, canonical, publication.states())
+        except (ProtocolError, OSError) as exc:
+            log.warning("%s can't be read (%s); the next publication needs no base", folder, exc)
+            return
+        found.root = publication.manifest.root
+        self._open.add(found)
 
     async def publish_ready(self) -> int:
         """Publish all whole checkpoints that are not published yet, in order; returns how many."""
@@ -282,16 +318,29 @@ class Origin:
         if not self._has_layout:
             self.store.add_blob(encode_layout(layout))
             self._has_layout = True
+        fresh = OpenCheckpoint(key, canonical)
+        try:
+            publication = await self._publish_open(checkpoint, fresh)
+        except BaseException:
+            fresh.close()
+            raise
+        fresh.states, fresh.root = publication.states(), _root(publication)
+        self._open.add(fresh)
+        return publication
+
+    async def _publish_open(self, checkpoint: Checkpoint, fresh: OpenCheckpoint) -> Publication:
+        key = checkpoint.key
+        codec, base = await self._choose(fresh)
         opening = PublicationOpen(
             epoch=checkpoint.epoch,
             step=checkpoint.step,
             publication=uuid.uuid4().bytes,
-            base=NO_HASH,
+            base=base.root if base is not None else NO_HASH,
             layout=self.run.manifest.model.layout,
-            codec=CODEC_FULL,
-            raw_bytes=layout.nbytes,
-            shards=layout.shards,
-            max_wire_bytes=layout.nbytes,
+            codec=int(codec),
+            raw_bytes=fresh.nbytes,
+            shards=fresh.canonical.layout.shards,
+            max_wire_bytes=fresh.nbytes + (fresh.canonical.layout.shards if codec is not Codec.RAW else 0),
         )
         publication = Publication(self.run)
         open_envelope = self._seal(OPEN_KIND, opening)
@@ -300,17 +349,10 @@ class Origin:
         # The whole file is checked beside the shards: children may fetch early, the manifest waits for the result.
         whole = asyncio.create_task(asyncio.to_thread(_check_weights, checkpoint))
         try:
-            records = []
-            for index in range(layout.shards):
-                state, length = await asyncio.to_thread(self._store_shard, key, canonical, index)
-                record = ShardRecord(opening.publication, index, length, length, state, NO_HASH, state)
-                raw = self._seal(SHARD_KIND, record).raw
-                publication.take(raw)
-                records.append(record)
-                if index + 1 < layout.shards:
-                    self.store.show_shard(feed, record, raw)
+            last = await self._publish_shards(publication, feed, fresh, base)
             await whole
-            manifest = manifest_for(opening, records)
+            records = [publication.expect(index) for index in range(opening.shards)]
+            manifest = manifest_for(opening, [record for record in records if record is not None])
             if checkpoint.root is not None and manifest.root != checkpoint.root:
                 raise PublishError(f"{checkpoint.weights} does not have the root that its checkpoint.json names")
             publication.take(self._seal(MANIFEST_KIND, manifest).raw)
@@ -321,32 +363,70 @@ class Origin:
             whole.add_done_callback(lambda task: task.cancelled() or task.exception())  # one failure is told
             self.store.abandon(key)
             raise
-        last = layout.shards - 1
         # The last shard, the manifest and the head become visible together: one answer instead of three.
-        self.store.show_shard(feed, records[last], publication.shard_envelopes()[last])
+        self.store.show_shard(feed, last, publication.shard_envelope(last.index))
         self.store.show_finished(publication)
         log.info("published %s, root %s", publication_name(key), manifest.root.hex()[:16])
         return publication
 
-    def _store_shard(self, key: Key, canonical: Canonical, index: int) -> tuple[bytes, int]:
-        """Copy one raw shard into the archive, flushed; returns its hash and length."""
-        total = canonical.layout.nbytes
-        length = shard_length(total, index)
-        hasher = blake3()
-        fd = os.open(canonical.path, os.O_RDONLY)
+    async def _choose(self, fresh: OpenCheckpoint) -> tuple[Codec, OpenCheckpoint | None]:
+        """The publication's codec, and what it applies to: the newest one, if that is open and of the same epoch."""
+        if self._codec in (Codec.RAW, Codec.ANCHOR):
+            return self._codec, None
+        base, newest = self._open.newest, self.store.keys[-1] if self.store.keys else None
+        if base is None or base.key != newest or base.key[0] != fresh.key[0]:
+            return Codec.ANCHOR, None
         try:
-            with self.store.shard_path(key, index).open("wb", buffering=0) as out:
-                for at in range(0, length, PIECE_BYTES):
-                    piece = canonical.read(fd, index * SHARD_BYTES + at, min(PIECE_BYTES, length - at))
-                    if len(piece) != min(PIECE_BYTES, length - at):
-                        raise LayoutError(f"{canonical.path} ends before its last tensor; write it again")
-                    hasher.update(piece)
-                    if out.write(piece) != len(piece):
-                        raise StoreError(f"the disk under {self.store.root} took less than asked; free some space")
-                os.fsync(out.fileno())
+            pays = await asyncio.to_thread(patch_pays, base, fresh, self._codec)
+        except (LayoutError, OSError) as exc:
+            log.warning("the checkpoint before can't be read (%s); this publication needs no base", exc)
+            pays = False
+        return (self._codec, base) if pays else (Codec.ANCHOR, None)
+
+    async def _publish_shards(
+        self, publication: Publication, feed: Feed, fresh: OpenCheckpoint, base: OpenCheckpoint | None
+    ) -> ShardRecord:
+        """Store, sign and show every shard; the one that is ready last is returned, and not shown yet."""
+        ready: list[ShardRecord] = []
+
+        async def one(index: int) -> None:
+            record = await asyncio.to_thread(self._store_shard, publication, fresh, base, index)
+            publication.take(self._seal(SHARD_KIND, record).raw)
+            ready.append(record)
+            if len(ready) < publication.shards:
+                self.store.show_shard(feed, record, publication.shard_envelope(index))
+
+        pending: set[asyncio.Task[None]] = set()
+        try:
+            for index in range(publication.shards):
+                pending.add(asyncio.create_task(one(index)))
+                while len(pending) >= (_ENCODED_AT_ONCE if index + 1 < publication.shards else 1):
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
         finally:
-            os.close(fd)
-        return hasher.digest(), length
+            # Threads can't be stopped, and write into a folder that is removed next: each has one shard to do.
+            await asyncio.gather(*pending, return_exceptions=True)
+        return ready[-1]
+
+    def _store_shard(
+        self, publication: Publication, fresh: OpenCheckpoint, base: OpenCheckpoint | None, index: int
+    ) -> ShardRecord:
+        """Encode one shard into the archive, flushed; returns what is to be signed."""
+        opening = publication.open
+        codec = Codec(opening.codec)
+        new = fresh.shard(index)
+        if len(new) != shard_length(fresh.nbytes, index):
+            raise LayoutError(f"{fresh.canonical.path} ends before its last tensor; write it again")
+        state = blake3(new).digest()
+        wire = wire_bytes(codec, base.published(index) if base is not None else None, new, self._states.segments(index))
+        with self.store.shard_path(publication.key, index).open("wb", buffering=0) as out:
+            if out.write(wire) != len(wire):
+                raise StoreError(f"the disk under {self.store.root} took less than asked; free some space")
+            os.fsync(out.fileno())
+        wire_hash = state if codec is Codec.RAW else blake3(wire).digest()
+        old_hash = base.states[index] if base is not None else NO_HASH
+        return ShardRecord(opening.publication, index, len(wire), len(new), wire_hash, old_hash, state)
 
     def _seal(self, kind: str, record: object, lifetime_ms: int = _PUBLICATION_LIFETIME_MS) -> Envelope:
         return seal(
@@ -364,9 +444,18 @@ class Origin:
         if manifest is None or envelope is None:
             raise StoreError("a head cannot be signed before its manifest")
         head = Head(
-            manifest.epoch, manifest.step, manifest.publication, envelope.digest, manifest.root, anchor=manifest.step
+            manifest.epoch,
+            manifest.step,
+            manifest.publication,
+            envelope.digest,
+            manifest.root,
+            anchor=manifest.step if manifest.base == NO_HASH else self._newest_anchor(manifest.step),
         )
         return self._seal(HEAD_KIND, head, HEAD_LIFETIME_MS)
+
+    def _newest_anchor(self, step: int) -> int:
+        """Of the publications before: the newest one that needs no base, as the newest head says."""
+        return parse(self.store.head).record(Head).anchor if self.store.head is not None else step
 
     def refresh_head(self) -> None:
         """Sign the newest head again once a third of its life is over, or with a key that came after it."""
@@ -394,6 +483,10 @@ class Origin:
             require_layout(layout, self.run.manifest.model.layout, str(base))
             self.store.add_blob(encode_layout(layout))
             self._has_layout = True
+
+
+def _root(publication: Publication) -> bytes:
+    return publication.manifest.root if publication.manifest is not None else NO_HASH
 
 
 def _check_weights(checkpoint: Checkpoint) -> None:

@@ -5,8 +5,8 @@
     <store>/blobs/  seen.log  fork-evidence.hw  stats.json
 
 A policy directory appears by one rename. What is found after a restart is verified again before it counts; an
-unfinished download is resumed shard by shard, each re-hashed. Policy files are not flushed to the disk: after power
-loss they fail that verification and are fetched again.
+unfinished download is resumed shard by shard, each re-hashed. Policies on disk are what later ones are patches to.
+Policy files are not flushed to the disk: after power loss they fail that verification and are fetched again.
 
 Not covered: loading weights into a model (`verifier.model`).
 """
@@ -29,22 +29,23 @@ from protocol.errors import ProtocolError, ReasonCode, TransportError
 from protocol.limits import MAX_LAYOUT_BYTES, SHARD_BYTES
 from protocol.manifest import Run
 from protocol.records import RelayReport
-from shardcast.download import Sink, hash_region, preallocate, write_region
+from shardcast.asks import Sink
+from shardcast.download import hash_region
 from shardcast.errors import PublicationError, SourceError, StoreError
 from shardcast.follower import Follower
 from shardcast.heads import SeenHeads, parse_publication_name, publication_name, replace_file
 from shardcast.layout import Layout, decode_layout, safetensors_header
 from shardcast.pacing import Pacing
 from shardcast.passes import Parent, Presenter
+from shardcast.policy_sink import WEIGHTS_NAME, Base, PolicySink
 from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
-from shardcast.records import ShardRecord
 from shardcast.server import Clock, wall_clock_ms
+from shardcast.states import Segments
 from shardcast.stats import SAVE_S
 from shardcast.store import MAX_PUBLICATION_BYTES, PUBLICATION_NAME, hash_file, read_bounded, remove_folder
 
 log = logging.getLogger("shardcast.puller")
 
-WEIGHTS_NAME = "model.safetensors"
 GRACE_S = 30.0
 """A policy handed out less than this long ago is not removed, so that a reader can finish loading it."""
 
@@ -62,54 +63,6 @@ class Policy:
     @property
     def key(self) -> Key:
         return (self.epoch, self.step)
-
-
-class PolicySink:
-    """Shards written straight into the weights file of a hidden directory."""
-
-    def __init__(self, directory: Path, publication: Publication, header: bytes) -> None:
-        """Open or create the directory. Raises OSError when the disk has no room."""
-        self.directory = directory
-        self.publication = publication
-        self._header = header
-        directory.mkdir(parents=True, exist_ok=True)
-        self._fd = preallocate(directory / WEIGHTS_NAME, len(header) + publication.open.raw_bytes)
-
-    def write(self, index: int, offset: int, piece: bytes) -> None:
-        write_region(self._descriptor(), len(self._header) + index * SHARD_BYTES + offset, piece)
-
-    def present(self, record: ShardRecord) -> bool:
-        start = len(self._header) + record.index * SHARD_BYTES
-        return hash_region(self._descriptor(), start, record.raw_bytes) == record.new_hash
-
-    def verified(self, record: ShardRecord) -> None:
-        return
-
-    def finish(self) -> None:
-        """All shards are verified: write the header, which makes the file loadable, and close it."""
-        write_region(self._descriptor(), 0, self._header)
-        self.close()
-
-    def let_go(self, index: int) -> None:
-        """Nothing to do: shards lie in one file, and what is not verified is fetched again."""
-
-    def abandon(self) -> None:
-        self.close()
-        remove_folder(self.directory)
-
-    @property
-    def closed(self) -> bool:
-        return self._fd < 0
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _descriptor(self) -> int:
-        if self._fd < 0:
-            raise StoreError("this download was given up")
-        return self._fd
 
 
 class Puller:
@@ -155,7 +108,11 @@ class Puller:
         self._arrived = asyncio.Event()
         self.room_for: Callable[[int], None] | None = None
         """Told the bytes of one policy before anything is fetched of the first; what it raises stops this puller."""
-        self._header: tuple[bytes, int] | None = None
+        self._layout: Layout | None = None
+        self._header = b""
+        self._segments = Segments(self._known_layout)
+        self._states: dict[Key, Sequence[bytes]] = {}
+        """State hashes of the policies on disk."""
         self._has_files = False
         self._swept = False
         self._started = False
@@ -204,7 +161,7 @@ class Puller:
         Raises:
             SourceError: no source has the layout now.
         """
-        return (await self._weights_header())[1]
+        return (await self._weights_layout()).nbytes
 
     async def start(self) -> None:
         """Verify the policies on disk; the newest that holds becomes `current`. Idempotent."""
@@ -222,6 +179,7 @@ class Puller:
                     continue
                 policy = Policy(*publication.key, publication.manifest.root, entry)
                 self._policies[policy.key] = policy
+                self._states[policy.key] = publication.states()
                 if self.current is None or policy.key > self.current.key:
                     self.current = policy
                     self._follower.newest = publication
@@ -309,7 +267,7 @@ class Puller:
     # --- what the follower calls -----------------------------------------------------------------------------------
 
     async def _make_sink(self, publication: Publication) -> tuple[Sink, bool]:
-        header, size = await self._weights_header()
+        size = (await self._weights_layout()).nbytes
         if publication.open.raw_bytes != size:
             raise PublicationError(
                 f"{publication_name(publication.key)} has {publication.open.raw_bytes} bytes, the run's layout {size}; "
@@ -321,11 +279,20 @@ class Puller:
             self.room_for = None
         await self._model_files()
         directory = self._folder / f".part-{publication_name(publication.key)}-{publication.open.publication.hex()}"
-        resume = (directory / WEIGHTS_NAME).exists()
-        sink = PolicySink(directory, publication, header)
+        sink = PolicySink(directory, publication, self._header, self._segments, self._bases(publication))
         self._sinks[publication.key] = sink
         self._began[publication.key] = time.monotonic()
-        return sink, resume
+        return sink, True
+
+    def _bases(self, publication: Publication) -> list[Base]:
+        """Policies on disk that a frame may change: the publication's own base first, then the newest ones."""
+        order = sorted(
+            self._policies, key=lambda key: (self._policies[key].root == publication.open.base, key), reverse=True
+        )
+        return [
+            Base(key, self._policies[key].directory / WEIGHTS_NAME, len(self._header), self._states[key])
+            for key in order
+        ]
 
     async def _on_whole(self, publication: Publication, sink: Sink) -> None:
         if not isinstance(sink, PolicySink) or publication.manifest is None:
@@ -346,6 +313,7 @@ class Puller:
         sink.directory.rename(directory)
         policy = Policy(*publication.key, publication.manifest.root, directory)
         self._policies[policy.key] = policy
+        self._states[policy.key] = publication.states()
         self._handed_out(policy)
         if self.current is None or policy.key > self.current.key:
             self.current = policy
@@ -362,6 +330,7 @@ class Puller:
             if now - self._used.get(key, 0.0) > GRACE_S:
                 _discard(self._policies.pop(key).directory)
                 self._used.pop(key, None)
+                self._states.pop(key, None)
                 self._follower.forget(key)
         self._sinks = {key: sink for key, sink in self._sinks.items() if not sink.closed}
         self._began = {key: began for key, began in self._began.items() if key in self._sinks}
@@ -381,12 +350,17 @@ class Puller:
     def _blob(self, digest: bytes) -> Path:
         return self.store / "blobs" / digest.hex()
 
-    async def _weights_header(self) -> tuple[bytes, int]:
-        """The header of the weights file, and the bytes that follow it."""
-        if self._header is None:
-            layout = decode_layout(await self._blob_bytes(self.run.manifest.model.layout, MAX_LAYOUT_BYTES))
-            self._header = (safetensors_header(layout), layout.nbytes)
-        return self._header
+    async def _weights_layout(self) -> Layout:
+        """The layout; the header of a weights file is known with it. Raises SourceError."""
+        if self._layout is None:
+            self._layout = decode_layout(await self._blob_bytes(self.run.manifest.model.layout, MAX_LAYOUT_BYTES))
+            self._header = safetensors_header(self._layout)
+        return self._layout
+
+    def _known_layout(self) -> Layout:
+        if self._layout is None:
+            raise StoreError("the layout is not here yet")
+        return self._layout
 
     async def _model_files(self) -> None:
         if not self._has_files:

@@ -5,6 +5,8 @@
     GET /v1/{run}/p/{E}-{S}/records?from=N&wait=MS   frames N.. of one publication; 204 when none came
     GET /v1/{run}/p/{E}-{S}/open | manifest     one envelope
     GET /v1/{run}/p/{E}-{S}/shard/{I}?wait=MS   bytes of a shard that was verified here, or is within the wait
+    GET /v1/{run}/p/{E}-{S}/state/{I}?old=HASH  a frame of the shard after it, from the one with that state hash or from
+                                                nothing (`states`); also ?wait=MS
     GET /v1/{run}/wire/{E}-{S}/{I}/{HASH}       the same bytes by their BLAKE3: caches may keep them for ever
     GET /v1/{run}/blob/{HASH}                   layout or model file; caches may keep it
     GET /v1/{run}/share                         envelope of the share, where one is served; also /v1/share
@@ -47,6 +49,7 @@ from shardcast.publication import Key, pack_frames
 from shardcast.records import CHALLENGE_KIND, Challenge, ShardRecord
 from shardcast.sending import BINARY, Answer, TimedFile
 from shardcast.stamps import STAMP_HEADER, make_stamp
+from shardcast.states import StateMaker
 from shardcast.stats import SAVE_S, Counters
 from shardcast.store import Feed, Store
 from shardcast.terms import OPEN_TERMS, Terms
@@ -126,6 +129,8 @@ class WeightsServer:
         self._last_use: dict[Key, float] = {}
         """Publication -> monotonic time of the last request for its bytes."""
         self._stamped = stamped
+        self.states: StateMaker | None = None
+        """Makes states; whoever owns the store sets it."""
         self._store = store
         self._identity = identity
         self._sequences = sequences
@@ -230,7 +235,7 @@ class WeightsServer:
                 return self._share()
         who = self._admit(request)
         self._within_quota(request)
-        if parts[-2:-1] == ["shard"] or parts[0] == "wire" or _wait_s(request):
+        if parts[-2:-1] in (["shard"], ["state"]) or parts[0] == "wire" or _wait_s(request):
             self.counters.child(who)  # not those who only look whether their first parent withholds something
         match parts:
             case ["news"]:
@@ -246,6 +251,8 @@ class WeightsServer:
                 return self._from_memory(feed.frames[-2])
             case ["p", place, "shard", index]:
                 return self._shard(await self._shard_or_wait(request, place, index), index)
+            case ["p", place, "state", index]:
+                return await self._state(request, await self._shard_or_wait(request, place, index), index)
             case ["wire", place, index, name]:
                 return self._wire(self._feed(place), index, name)
             case ["blob", name]:
@@ -355,7 +362,13 @@ class WeightsServer:
         return feed
 
     def _record(self, feed: Feed, index_text: str) -> ShardRecord:
-        """The record of a shard that is here and may be sent."""
+        """The record of a shard that is here and may be sent: counted as such."""
+        record = self._here(feed, index_text)
+        self.counters.sent(record.wire_bytes, record.raw_bytes)
+        return record
+
+    def _here(self, feed: Feed, index_text: str) -> ShardRecord:
+        """The record of a shard that is here. Raises _RefusedError."""
         index = _index(index_text)
         if feed.gone or index not in feed.shards:
             raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this shard is not here, or not yet")
@@ -363,8 +376,22 @@ class WeightsServer:
         self._last_use[feed.key] = time.monotonic()
         while len(self._last_use) > _REMEMBERED_USES:
             del self._last_use[next(iter(self._last_use))]
-        self.counters.sent(record.wire_bytes, record.raw_bytes)
         return record
+
+    async def _state(self, request: web.BaseRequest, feed: Feed, index_text: str) -> web.StreamResponse:
+        """A shard's state as a frame that we make: nobody signed it, its receiver compares the state hash."""
+        record = self._here(feed, index_text)
+        old = request.query.get("old", "0" * 64)
+        if not re.fullmatch(r"[0-9a-f]{64}", old):
+            raise _RefusedError(400, ReasonCode.MALFORMED, "old is a state hash of 64 hex digits")
+        if self.states is not None and self.states.busy:
+            raise _RefusedError(503, ReasonCode.TOO_SLOW, "too many ask for states here; ask another source")
+        made = await self.states.frame(feed.key, record.index, bytes.fromhex(old)) if self.states is not None else None
+        if made is None:
+            raise _RefusedError(404, ReasonCode.RECORD_MISSING, "this state can't be made here; ask another source")
+        answer = TimedFile(*made, BINARY, self._terms.up)
+        self.counters.sent(made[1], record.raw_bytes)
+        return answer
 
     def _shard(self, feed: Feed, index_text: str) -> web.StreamResponse:
         return self.shard(feed, self._record(feed, index_text))

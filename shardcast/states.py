@@ -28,6 +28,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from protocol.errors import ReasonCode
 from protocol.limits import MAX_LAYOUT_BYTES, MIB, SHARD_BYTES
 from shardcast.codecs import Codec, Segment, decode, encode, frames, needs_old, segments_of
 from shardcast.errors import CodecError, StoreError
@@ -129,21 +130,27 @@ class StateFolder:
 
 @dataclass(frozen=True)
 class Hop:
-    """One publication's wire shard on the way to a state."""
+    """One shard's file on the way to a state."""
 
     path: Path
     record: ShardRecord
+    signed: bool = True
+    """It holds the publication's wire shard, not a state that its origin kept beside it."""
 
     def wire(self) -> bytes:
-        """Its bytes, hashed again. Raises StoreError."""
+        """Its bytes, hashed again where their hash is signed. Raises StoreError, OSError."""
         data = read_bounded(self.path, SHARD_BYTES + WIRE_SLACK_BYTES)
-        if blake3(data).digest() != self.record.wire_hash:
-            raise StoreError(f"{self.path} was damaged after it was verified; remove its folder, and it comes again")
+        if self.signed and blake3(data).digest() != self.record.wire_hash:
+            raise StoreError(f"{self.path} does not hold the bytes that the origin signed", ReasonCode.SHARD_MISMATCH)
         return data
 
-    def first_byte(self) -> int:
+    @property
+    def alone(self) -> bool:
+        """Whether it needs no other shard."""
+        if not self.signed or self.record.old_hash == NO_HASH:
+            return True
         with self.path.open("rb", buffering=0) as file:
-            return (file.read(1) or b"\xff")[0]
+            return file.read(1) in (bytes((Codec.RAW,)), bytes((Codec.ANCHOR,)))
 
 
 @dataclass(frozen=True)
@@ -155,10 +162,11 @@ class Way:
     hops: Sequence[Hop]
 
     def make(self, held: Held, segments: Sequence[Segment]) -> bytes | memoryview:
-        """The shard, its hash compared. Blocking.
+        """The shard, its hash and those on the way compared. Blocking.
 
         Raises:
-            StoreError: something here is damaged.
+            StoreError: something here is damaged; it names the file.
+            OSError: a file can't be read.
         """
         shard: bytes | memoryview = b""
         if self.start != NO_HASH:
@@ -167,50 +175,66 @@ class Way:
                 raise StoreError(f"the state {self.start.hex()[:16]} is damaged here; it is fetched again")
             shard = found
         for hop in self.hops:
-            wire = hop.wire()
-            if not is_frame(hop.record):
-                shard = wire
-                continue
-            out = memoryview(bytearray(hop.record.raw_bytes))
-            decode(wire, shard if needs_old(wire) else None, out, segments)
-            shard = out
-        if blake3(shard).digest() != self.state:
-            raise StoreError(f"the state {self.state.hex()[:16]} can't be made from what is here")
+            shard = apply(hop, hop.wire(), shard, segments)
         return shard
 
 
-def real_way(store: Store, held: Held, key: Key, index: int, state: bytes) -> Way | None:
-    """How to make a shard whose hash is `state`, of publication `key` or one before; None where it can't be had."""
-    found = _hops(store, key, index, state, held.has)
-    return None if found is None else Way(state, found[0], found[1])
+def apply(hop: Hop, wire: bytes, old: bytes | memoryview, segments: Sequence[Segment]) -> bytes | memoryview:
+    """The shard after a hop, its hash compared. Blocking. Raises StoreError, which names the file."""
+    if hop.signed and not is_frame(hop.record):
+        return wire
+    out = memoryview(bytearray(hop.record.raw_bytes))
+    try:
+        decode(wire, old if needs_old(wire) else None, out, segments)
+    except (CodecError, ValueError) as exc:
+        code = exc.code if isinstance(exc, CodecError) else ReasonCode.LENGTH_MISMATCH
+        raise StoreError(f"{hop.path} does not decode: {exc}", code) from exc
+    if blake3(out).digest() != hop.record.new_hash:
+        raise StoreError(f"{hop.path} decodes to other bytes than its state hash says", ReasonCode.SHARD_MISMATCH)
+    return out
 
 
-def _hops(
-    store: Store, key: Key, index: int, state: bytes, known: Callable[[bytes], bool]
-) -> tuple[bytes, list[Hop]] | None:
-    """Wire shards, oldest first, that lead to `state` from a known one (returned, too) or from nothing (NO_HASH)."""
+def find_way(state: bytes, known: Callable[[bytes], bool], records: Iterable[tuple[Path, ShardRecord]]) -> Way | None:
+    """How to make the shard with this state hash; None where what is here does not lead there.
+
+    Args:
+        known: whether a shard is at hand whole.
+        records: one shard's files and records, those of the newest publication first.
+    """
     hops: list[Hop] = []
+    if known(state):
+        return Way(state, state, hops)
     want = state
-    if known(want):
-        return want, hops
+    for path, record in records:
+        if record.new_hash != want or record.old_hash == want:
+            continue
+        kept = path.with_name(kept_name(record.index))
+        hop = Hop(kept, record, signed=False) if kept.exists() else Hop(path, record)
+        hops.append(hop)
+        try:
+            want = NO_HASH if hop.alone else record.old_hash
+        except OSError:
+            return None
+        if want == NO_HASH or known(want):
+            return Way(state, want, hops[::-1])
+    return None
+
+
+def kept_name(index: int) -> str:
+    """File name of a state that an origin keeps beside a publication's wire shards, as an anchor's frame."""
+    return f"state-{index:06d}.bin"
+
+
+def shard_records(store: Store, key: Key, index: int) -> Iterator[tuple[Path, ShardRecord]]:
+    """One shard's files and records in a store, from publication `key` down."""
     for at in store.keys_down(key, MAX_HOPS):
         try:
             feed = store.feed(at)
         except StoreError:
             continue
         record = feed.shards.get(index) if feed is not None else None
-        if record is None or record.new_hash != want or record.old_hash == want:
-            continue
-        hop = Hop(store.shard_path(at, index), record)
-        hops.append(hop)
-        try:
-            alone = record.old_hash == NO_HASH or hop.first_byte() in (Codec.RAW, Codec.ANCHOR)
-        except OSError:
-            return None
-        want = NO_HASH if alone else record.old_hash
-        if alone or known(want):
-            return want, hops[::-1]
-    return None
+        if record is not None:
+            yield store.shard_path(at, index), record
 
 
 class StateMaker:
@@ -266,16 +290,18 @@ class StateMaker:
     def _work(self, key: Key, index: int, record: ShardRecord, old: bytes) -> Callable[[], bytes] | None:
         """What makes the frame, decided from what is here now. Blocking when called; None where nothing leads there."""
         segments = self.segments(index)
-        real = real_way(self.store, self.held, key, index, record.new_hash)
-        between = _hops(self.store, key, index, record.new_hash, lambda state: state == old) if old != NO_HASH else None
+        real = find_way(record.new_hash, self.held.has, shard_records(self.store, key, index))
+        between = None
+        if old != NO_HASH:
+            between = find_way(record.new_hash, lambda state: state == old, shard_records(self.store, key, index))
 
         def anchor() -> bytes:
             return encode(Codec.ANCHOR, None, real.make(self.held, segments), segments) if real is not None else b""
 
-        if between is None or between[0] != old:
+        if between is None or between.start != old:
             return None if real is None else anchor
-        hops = between[1]
-        before = real_way(self.store, self.held, key, index, old)
+        hops = between.hops
+        before = find_way(old, self.held.has, shard_records(self.store, key, index))
 
         def work() -> bytes:
             wires = [hop.wire() for hop in hops]

@@ -21,6 +21,7 @@ import fcntl
 import os
 import shutil
 import socket
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return data
 
 
-def write_file(path: Path, data: bytes, *, durable: bool) -> None:
+def write_file(path: Path, data: bytes | memoryview, *, durable: bool) -> None:
     """Write a file in place, flushed to the disk when `durable`. Only for folders that do not count yet."""
     with path.open("wb", buffering=0) as out:
         view = memoryview(data)
@@ -162,6 +163,8 @@ class Store:
         self.keys: list[Key] = sorted(key for key in keys if (self.folder(key) / PUBLICATION_NAME).exists())
         """Finished publications, in order."""
         self._feeds: OrderedDict[Key, Feed] = OrderedDict()
+        self._reading = threading.RLock()
+        """Held while feeds are looked up: states are made in threads."""
         self._changed = asyncio.Event()
         self.head: bytes | None = self._newest_head()
 
@@ -252,7 +255,8 @@ class Store:
             write_file(folder / _OPEN_NAME, opening.raw, durable=False)
         feed = Feed(key)
         feed.frames.append(opening.raw)
-        self._feeds[key] = feed
+        with self._reading:
+            self._feeds[key] = feed
         return feed, resume
 
     def shard_path(self, key: Key, index: int) -> Path:
@@ -310,7 +314,8 @@ class Store:
 
     def abandon(self, key: Key) -> None:
         """Drop an unfinished publication; children are told it is gone."""
-        feed = self._feeds.pop(key, None)
+        with self._reading:
+            feed = self._feeds.pop(key, None)
         if feed is not None:
             feed.gone = True
         if key not in self.keys:
@@ -334,27 +339,29 @@ class Store:
         Raises:
             StoreError: the stored records are damaged.
         """
-        feed = self._feeds.get(key)
-        if feed is not None:
-            self._feeds.move_to_end(key)
+        with self._reading:
+            feed = self._feeds.get(key)
+            if feed is not None:
+                self._feeds.move_to_end(key)
+                return feed
+            if key not in self.keys:
+                return None
+            publication = read_publication(self.folder(key), self.run)
+            feed = Feed(key)
+            feed.frames = publication.frames()
+            for index in range(publication.shards):
+                record = publication.expect(index)
+                if record is not None:
+                    feed.shards[index] = record
+            feed.complete = True
+            self._feeds[key] = feed
+            self._trim()
             return feed
-        if key not in self.keys:
-            return None
-        publication = read_publication(self.folder(key), self.run)
-        feed = Feed(key)
-        feed.frames = publication.frames()
-        for index in range(publication.shards):
-            record = publication.expect(index)
-            if record is not None:
-                feed.shards[index] = record
-        feed.complete = True
-        self._feeds[key] = feed
-        self._trim()
-        return feed
 
     def keys_down(self, key: Key | None, most: int) -> list[Key]:
         """At most `most` publications, finished or under way, from `key` (None: the newest) down, newest first."""
-        running = [at for at, feed in self._feeds.items() if not feed.complete]
+        with self._reading:
+            running = [at for at, feed in self._feeds.items() if not feed.complete]
         found = sorted({*self.keys[-(most + len(running)) :], *running}, reverse=True)
         if key is not None and self.keys and key < self.keys[-1]:
             found = sorted({*self.keys, *running}, reverse=True)
@@ -389,9 +396,10 @@ class Store:
         return True
 
     def _trim(self) -> None:
-        complete = [key for key, feed in self._feeds.items() if feed.complete]
-        for key in complete[:-_FEEDS_IN_MEMORY]:
-            del self._feeds[key]
+        with self._reading:
+            complete = [key for key, feed in self._feeds.items() if feed.complete]
+            for key in complete[:-_FEEDS_IN_MEMORY]:
+                del self._feeds[key]
 
 
 def _opened_as(folder: Path, opening: bytes) -> bool:

@@ -32,6 +32,7 @@ from protocol.manifest import (
     open_manifest,
     run_id_of,
 )
+from shardcast.codecs import Codec
 from shardcast.layout import layout_hash, make_layout
 from shardcast.origin import Origin
 from shardcast.passes import Parent
@@ -104,14 +105,31 @@ def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarr
     return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
+def drifted(shapes: dict[str, tuple[int, ...]], step: int, share: float = 0.01) -> dict[str, np.ndarray]:
+    """`weights(shapes, 0)` after `step` steps, each of which moves so many of the values to their neighbours."""
+    tensors = weights(shapes, 0)
+    for number in range(step):
+        rng = np.random.default_rng(1000 + number)
+        for tensor in tensors.values():
+            bits = tensor.reshape(-1).view(np.uint32)
+            bits[rng.integers(0, len(bits), int(len(bits) * share))] += np.uint32(1)
+    return tensors
+
+
 def write_checkpoint(
-    directory: Path, epoch: int, step: int, shapes: dict[str, tuple[int, ...]], seed: int, **changes: object
+    directory: Path,
+    epoch: int,
+    step: int,
+    shapes: dict[str, tuple[int, ...]],
+    seed: int,
+    tensors: dict[str, np.ndarray] | None = None,
+    **changes: object,
 ) -> Path:
-    """What the learner writes: weights first, `checkpoint.json` last."""
+    """What the learner writes: weights first, `checkpoint.json` last. `tensors`: instead of random ones."""
     folder = directory / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(exist_ok=True)
     (folder / "checkpoint.json").unlink(missing_ok=True)
-    save_file(weights(shapes, seed), folder / "model.safetensors")
+    save_file(tensors if tensors is not None else weights(shapes, seed), folder / "model.safetensors")
     data = (folder / "model.safetensors").read_bytes()
     table = {
         "epoch": epoch,
@@ -126,9 +144,11 @@ def write_checkpoint(
 
 
 @asynccontextmanager
-async def publishing(made: MadeRun, *, open_to_all: bool = True) -> AsyncIterator[Origin]:
-    """A real origin that publishes in the background."""
-    origin = Origin(made.directory, identity=made.origin, open_to_all=open_to_all)
+async def publishing(
+    made: MadeRun, *, open_to_all: bool = True, codec: Codec = Codec.RAW, **more: Any
+) -> AsyncIterator[Origin]:
+    """A real origin that publishes in the background: by default as it is, so that bytes can be counted."""
+    origin = Origin(made.directory, identity=made.origin, open_to_all=open_to_all, codec=codec, **more)
     await origin.start()
     task = asyncio.create_task(origin.run_forever())
     try:
@@ -214,10 +234,12 @@ async def lying(upstream: str, change: Change) -> AsyncIterator[str]:
             await runner.cleanup()
 
 
-def holds(policy: Policy, shapes: dict[str, tuple[int, ...]], seed: int) -> bool:
+def holds(
+    policy: Policy, shapes: dict[str, tuple[int, ...]], seed: int, tensors: dict[str, np.ndarray] | None = None
+) -> bool:
     """Whether a policy directory loads to exactly the weights that were written."""
     loaded = load_file(policy.directory / "model.safetensors")
-    wanted = weights(shapes, seed)
+    wanted = tensors if tensors is not None else weights(shapes, seed)
     return loaded.keys() == wanted.keys() and all(np.array_equal(loaded[name], wanted[name]) for name in wanted)
 
 
