@@ -31,8 +31,8 @@ from protocol.errors import DecodeError, EnvelopeError, ReasonCode
 from protocol.limits import SHARD_BYTES
 from protocol.manifest import Run
 from protocol.records import RelayReport
-from shardcast.download import Download, Sink
-from shardcast.earlier import blame_thief, frames_taken, vouched_frames
+from shardcast.download import Download, Place, Sink
+from shardcast.earlier import ENDS, blame_thief, frames_taken, vouched_frames
 from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
 from shardcast.focus import Candidate, Track, choose_focus
 from shardcast.gathering import gather_records
@@ -42,12 +42,15 @@ from shardcast.passes import Parent, Presenter, parents_of
 from shardcast.publication import Key, Publication, pack_frames
 from shardcast.records import HEAD_KIND, MANIFEST_KIND, OPEN_KIND, SHARD_KIND, Head, ShardRecord
 from shardcast.reports import Reports
+from shardcast.schedule import SourceHealth
 from shardcast.server import Clock
-from shardcast.source import Source, SourceHealth, keep_polite, new_session
+from shardcast.source import Source, keep_polite, new_session
 
 log = logging.getLogger("shardcast.follower")
 
 _RECONCILE_S = 1.0
+_REMOVED_S = 90.0
+"""Longer than a download takes to stop, whatever its disk does."""
 _KEPT_TRACKS = 8
 _WANTED_S = 60.0
 """As long as a lease lasts: whoever asked for it has no use for it later."""
@@ -107,6 +110,8 @@ class Follower:
         self._known: dict[str, tuple[Source, SourceHealth]] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._tracks: dict[Key, Track] = {}
+        self._removing: dict[asyncio.Task[None], Key] = {}
+        """Publications given up whose remains are still being removed."""
         self._opening = asyncio.Lock()
         self._focus: Key | None = None
         self._dropped = False
@@ -151,7 +156,9 @@ class Follower:
         self._watchers.clear()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._removing, return_exceptions=True)
+        for source, _ in self._known.values():
+            source.stop()
         if self._own_session and self._session is not None:
             await self._session.close()
             self._session = None
@@ -194,7 +201,16 @@ class Follower:
             self._session = new_session()
         # The origin's own records say what its shards are: it stamps nothing.
         stamped_by = b"" if parent.key in self.run.origins else parent.key
-        source = Source(self._session, parent, self.run.id, stamped_by=stamped_by, presenter=self._presenter)
+        source = Source(
+            self._session,
+            parent,
+            self.run.id,
+            stamped_by=stamped_by,
+            presenter=self._presenter,
+            allow_private=isinstance(place, str) or self.run.manifest.allow_private,
+        )
+        if known is not None:
+            known[0].stop()
         self._known[parent.url] = (source, SourceHealth(parent.url))
         if parent.url in self._watchers:
             self._watchers.pop(parent.url).cancel()
@@ -281,7 +297,7 @@ class Follower:
                 return
 
     def _charge(self, health: SourceHealth, error: SourceError) -> None:
-        health.failed(error)
+        health.failed(error, time.monotonic(), random.random())
         self._choose_first()
         if self.problems.get(health.address) is None or str(self.problems[health.address]) != str(error):
             log.warning("%s", error)
@@ -359,10 +375,44 @@ class Follower:
                     )
                 # The origin crashed and opened the step again: what was fetched of the old attempt is worthless.
                 self._drop(key)
-            sink, resume = await self._make_sink(publication)
-            track = Track(publication, Download(publication, sink, resume, self._blame))
+            await self._removed(key)
+            sink, _ = await self._make_sink(publication)
+            track = Track(publication, self._download(publication, sink))
             self._tracks[key] = track
             return track
+
+    def _download(self, publication: Publication, sink: Sink) -> Download:
+        key = publication.key
+
+        async def scout(source: Source, health: SourceHealth) -> None:
+            track = self._tracks.get(key)
+            if track is not None and track.publication is publication:
+                await self._hear(source, health, track)
+
+        return Download(publication, sink, places=self._places, scout=scout, gather=self.all_records, blame=self._blame)
+
+    def _places(self) -> list[Place]:
+        """The sources that may be asked now, and which of them only if the others bring nothing."""
+        origins = self.run.origins
+        found = self.sources()
+        relays = any(source.parent.key and source.parent.key not in origins for source, _ in found)
+        return [(source, health, relays and source.parent.key in origins) for source, health in found]
+
+    async def _hear(self, source: Source, health: SourceHealth, track: Track) -> None:
+        """What one more source holds of a publication, until it has all of it. Raises SourceError."""
+        taken = 0
+        while True:
+            start = time.monotonic()
+            frames = await source.records(track.publication.key, taken, DEFAULT_WAIT_MS if taken else 0)
+            if not frames:
+                await keep_polite(start)
+            elif not taken and self._opened(source, frames[0], revoked=True).open != track.publication.open:
+                return  # another attempt to publish this step: not what is being fetched
+            for raw in frames:
+                self._take(source, health, track, raw, follow=False)
+            taken = frames_taken(source, track.publication, taken, frames)
+            if taken >= track.publication.shards + ENDS - 1 or track.done.is_set():
+                return
 
     def _take(self, source: Source, health: SourceHealth, track: Track, raw: bytes, *, follow: bool = True) -> None:
         """One frame: check, remember, offer the shard it announces.
@@ -482,9 +532,23 @@ class Follower:
         track = self._tracks.pop(key)
         if track.task is not None:
             track.task.cancel()
-        track.download.sink.abandon()
         if self._focus == key:
             self._focus = None
+        task = self._spawn(self._remove(track))
+        self._removing[task] = key
+        task.add_done_callback(lambda done: self._removing.pop(done, None))
+
+    async def _remove(self, track: Track) -> None:
+        """What was fetched goes once no thread is storing any more of it."""
+        if track.task is not None:
+            await asyncio.gather(track.task, return_exceptions=True)
+        await track.download.give_up()
+
+    async def _removed(self, key: Key) -> None:
+        """Wait until what was given up of a publication is gone."""
+        waiting = [task for task, of in self._removing.items() if of == key]
+        if waiting:
+            await asyncio.wait(waiting, timeout=_REMOVED_S)
 
     def forget(self, key: Key) -> None:
         """What was fetched is here no more: who asks for it by name is to fetch it again."""

@@ -18,7 +18,8 @@ from shardcast.earlier import blame_thief, frames_taken
 from shardcast.errors import ForkError, PublicationError, SourceError
 from shardcast.heads import SeenHeads
 from shardcast.publication import Publication, pack_frames
-from shardcast.source import Source, SourceHealth
+from shardcast.schedule import SourceHealth
+from shardcast.source import Source
 
 _PAUSE_MAX_S = 2.0
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,73 +20,19 @@ from protocol.limits import MAX_LAYOUT_BYTES
 from protocol.manifest import Run
 from protocol.records import RelayReport
 from protocol.sequences import Sequences
-from shardcast.download import Sink, write_region
-from shardcast.errors import SourceError, StoreError
+from shardcast.asks import Sink
+from shardcast.errors import SourceError
 from shardcast.follower import Follower
 from shardcast.heads import SeenHeads
 from shardcast.limits import MISSING_WAIT_S, NEXT_WAIT_S
 from shardcast.passes import Parent, PassCheck, Presenter, parents_of
 from shardcast.publication import Key, Publication
-from shardcast.records import ShardRecord
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
-from shardcast.store import Feed, Store, hash_file, read_publication, verify_shards
+from shardcast.store import Store, hash_file, read_publication, verify_shards
+from shardcast.store_sink import RelayStates, StoreSink
 from shardcast.terms import OPEN_TERMS, Terms
 
 log = logging.getLogger("shardcast.relay")
-
-
-class StoreSink:
-    """Shards written beside their place in the store; each is renamed into it, and shown, once verified."""
-
-    def __init__(self, store: Store, publication: Publication, feed: Feed) -> None:
-        self.publication = publication
-        self._store = store
-        self._feed = feed
-        self._open: dict[int, int] = {}
-        """Descriptors of shards being written."""
-
-    def write(self, index: int, offset: int, piece: bytes) -> None:
-        if self._feed.gone:
-            raise StoreError("this download was given up")
-        if not offset:
-            self._close(index)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            self._open[index] = os.open(self._aside(index), flags, 0o644)
-        write_region(self._open[index], offset, piece)
-
-    def present(self, record: ShardRecord) -> bool:
-        path = self._store.shard_path(self._feed.key, record.index)
-        if not path.exists() or path.stat().st_size != record.wire_bytes or hash_file(path) != record.wire_hash:
-            return False
-        path.replace(self._aside(record.index))
-        return True
-
-    def verified(self, record: ShardRecord) -> None:
-        self._close(record.index)
-        self._aside(record.index).replace(self._store.shard_path(self._feed.key, record.index))
-        envelope = self.publication.shard_envelope(record.index)
-        last = len(self._feed.shards) == self.publication.shards - 1 and self.publication.head is not None
-        # The last shard, the manifest and the head become visible together: one answer instead of three.
-        self._store.show_shard(self._feed, record, envelope, wake=not last)
-
-    def let_go(self, index: int) -> None:
-        if index in self._open:
-            self._close(index)
-            self._aside(index).unlink(missing_ok=True)
-
-    def abandon(self) -> None:
-        for index in list(self._open):
-            self._close(index)
-        self._store.abandon(self._feed.key)
-
-    def _close(self, index: int) -> None:
-        fd = self._open.pop(index, None)
-        if fd is not None:
-            os.close(fd)
-
-    def _aside(self, index: int) -> Path:
-        path = self._store.shard_path(self._feed.key, index)
-        return path.with_name(f".{path.name}.part")
 
 
 class RelayServer:
@@ -146,6 +91,8 @@ class RelayServer:
             missing=self._coming_s,
             terms=terms,
         )
+        self.states = RelayStates(self.store)
+        self.server.states = self.states
         self._follower = Follower(
             run,
             sources=self._sources,
@@ -207,6 +154,7 @@ class RelayServer:
     async def close(self) -> None:
         await self._follower.close()
         await self.server.close()
+        self.states.close()
         self.store.close()
 
     def _coming_s(self, key: Key) -> float:
@@ -242,15 +190,17 @@ class RelayServer:
     async def _make_sink(self, publication: Publication) -> tuple[Sink, bool]:
         await self._fetch_blobs()
         feed, resume = self.store.begin(publication)
-        return StoreSink(self.store, publication, feed), resume
+        return StoreSink(self.states, publication, feed), resume
 
     async def _on_whole(self, publication: Publication, sink: Sink) -> None:
         # Every record is needed on disk, also those that the source of the shards held back.
         await self._follower.all_records(publication, head=True)
         self.store.finish_files(publication)
         self.store.show_finished(publication)
+        if isinstance(sink, StoreSink):
+            sink.finish()
         for key in self.store.keys[: -self.keep]:
-            self.store.remove(key)
+            await self.states.retire(key)
             self._follower.forget(key)
 
     async def _fetch_blobs(self) -> None:

@@ -1,10 +1,11 @@
 """One source of weights, asked over HTTP. Everything it sends is bounded and nothing is believed here but a hash.
 
-Every failure is a `SourceError` that names the address and a reason code: unreachable, too slow, oversize,
-truncated, wrong hash, a refusal. `SourceHealth` remembers how a source behaved; `choose` picks between two.
-A source whose key the run's plan names (`passes.Parent`) is shown our pass, and must stamp its shards (`stamps`).
+News, records and blobs go over the session that all sources share; wire shards over a connection of the source's own
+(`pipeline`). Every failure is a `SourceError` that names the address and a reason code: unreachable, too slow,
+oversize, truncated, wrong hash, a refusal. A source whose key the run's plan names (`passes.Parent`) is shown our pass,
+and must stamp its shards (`stamps`).
 
-Not covered: the origin's signatures (`publication`) and which source to ask for what (`download`, `follower`).
+Not covered: the origin's signatures (`publication`) and which source to ask for what (`schedule`, `follower`).
 """
 
 from __future__ import annotations
@@ -12,33 +13,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-import random
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from urllib.parse import urlsplit
 
 import aiohttp
 from blake3 import blake3
 
 from protocol.errors import DecodeError, ReasonCode
 from protocol.limits import KIB, MAX_ENVELOPE_BYTES, MINIMUM_RATE_BYTES_S
-from shardcast.errors import LieError, SourceError, StoreError
-from shardcast.limits import (
-    ANSWER_DEADLINE_S,
-    CONNECT_DEADLINE_S,
-    MAX_ANSWER_BYTES,
-    PIECE_BYTES,
-    STALL_S,
-)
+from shardcast.addresses import resolve
+from shardcast.asks import Ask
+from shardcast.errors import SourceError
+from shardcast.limits import ANSWER_DEADLINE_S, CONNECT_DEADLINE_S, MAX_ANSWER_BYTES, PIECE_BYTES
 from shardcast.passes import PASS_HEADER, Parent, Presenter
+from shardcast.pipeline import Pipeline, Request
 from shardcast.publication import Key, split_frames
 from shardcast.records import ShardRecord
 from shardcast.stamps import STAMP_HEADER, check_stamp
+from shardcast.tls import check_pin, client_context
 
-_MAX_PENALTY_S = 30.0
-_MAX_ABSENCE_S = 5.0
-_FIRST_PENALTY_S = 0.25
+_BY_HASH = "wire/"
+"""Where servers have wire shards by their hash, so that caches may keep them."""
 
 
 def new_session() -> aiohttp.ClientSession:
@@ -53,57 +51,6 @@ def new_session() -> aiohttp.ClientSession:
         max_line_size=8 * KIB,
         max_field_size=8 * KIB,
     )
-
-
-@dataclass
-class SourceHealth:
-    """How one source behaved, by its address."""
-
-    address: str
-    rate: float = 4.0 * 1024 * 1024
-    """Bytes per second, moving average."""
-    failures: int = 0
-    """In a row."""
-    in_flight: int = 0
-    resting_until: float = 0.0
-    """Monotonic time before which it is not asked again."""
-    last_error: SourceError | None = None
-    lied: bool = False
-    """It validly signed a wrong hash: it is never asked again."""
-
-    def worked(self, bytes_received: int, seconds: float) -> None:
-        self.failures = 0
-        if bytes_received:
-            self.rate += 0.3 * (bytes_received / max(seconds, 1e-4) - self.rate)
-
-    def failed(self, error: SourceError) -> None:
-        """Rest for a time that doubles with each failure in a row: up to 5 s when it could not answer, up to 30 s
-        when what it sent was wrong. Not having something is no failure."""
-        self.last_error = error
-        self.lied = self.lied or isinstance(error, LieError)
-        if self.lied:
-            penalty = math.inf
-        elif error.code == ReasonCode.RECORD_MISSING:
-            penalty = _FIRST_PENALTY_S
-        else:
-            self.failures += 1
-            slow = error.code in (ReasonCode.UNREACHABLE, ReasonCode.TOO_SLOW)
-            limit = _MAX_ABSENCE_S if slow else _MAX_PENALTY_S
-            penalty = min(limit, _FIRST_PENALTY_S * 2.0 ** min(self.failures - 1, 10))
-        self.resting_until = time.monotonic() + penalty * random.uniform(0.7, 1.3)
-
-    @property
-    def load(self) -> float:
-        """Lower is better: requests in flight over what the source delivers."""
-        return (self.in_flight + 1) / (self.rate * 0.5 ** min(self.failures, 20))
-
-
-def choose(candidates: Sequence[SourceHealth]) -> SourceHealth:
-    """Power of two choices: the better of two random candidates (at least one is given)."""
-    if len(candidates) == 1:
-        return candidates[0]
-    first, second = random.sample(candidates, 2)
-    return first if first.load <= second.load else second
 
 
 class Source:
@@ -122,7 +69,12 @@ class Source:
         *,
         stamped_by: bytes = b"",
         presenter: Presenter | None = None,
+        allow_private: bool = True,
     ) -> None:
+        """
+        Args:
+            allow_private: addresses of private networks may be connected to: somebody typed it, or the run allows them.
+        """
         self.parent = Parent(parent) if isinstance(parent, str) else parent
         self.address = self.parent.url
         self.stamped_by = stamped_by
@@ -130,6 +82,10 @@ class Source:
         self._session = session
         self._presenter = presenter
         self._base = f"{self.address.rstrip('/')}/v1/{run.hex()}"
+        parts = urlsplit(self._base)
+        self._host, self._path = parts.netloc, parts.path
+        self._allow_private = allow_private
+        self._pipeline: Pipeline | None = None
 
     async def news(self, after: Key | None, wait_ms: int) -> list[bytes]:
         """Frames of the newest publication after `after`; empty when there was none within the wait."""
@@ -164,55 +120,115 @@ class Source:
             raise SourceError(self.address, f"blob {digest.hex()[:16]} has another hash", ReasonCode.SHARD_MISMATCH)
         return data
 
-    async def shard(self, key: Key, record: ShardRecord, write: Callable[[int, bytes], None]) -> int:
-        """Stream one shard into `write(offset, piece)`, hashing on the way; returns the bytes received.
+    # --- shards, over a connection of their own ---------------------------------------------------------------------
 
-        The bytes given to `write` are verified only once this returns.
+    @property
+    def pipeline(self) -> Pipeline:
+        """Requests for shards; the connection is made with the first, and again after `stop`."""
+        if self._pipeline is None:
+            self._pipeline = Pipeline(self.address, lambda: connect(self.parent, self._allow_private))
+        return self._pipeline
+
+    def stop(self) -> None:
+        """Let go of the connection for shards."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+
+    def forms(self, asks: Sequence[Ask], record: ShardRecord, key: Key) -> list[Ask]:
+        """How these are asked for here, in the same order: of a cache first under the name that caches keep."""
+        if not self.parent.cached:
+            return list(asks)
+        found = []
+        for ask in asks:
+            if ask.digest is not None:
+                found.append(replace(ask, path=f"{_BY_HASH}{key[0]}-{key[1]}/{record.index}/{ask.digest.hex()}"))
+            found.append(ask)
+        return found
+
+    def may_be_spoilt(self, ask: Ask) -> bool:
+        """Whether what came may be a cache's doing: then the same source is asked past it."""
+        return self.parent.cached and ask.path.startswith(_BY_HASH)
+
+    def request(
+        self,
+        ask: Ask,
+        record: ShardRecord,
+        take: Callable[[memoryview], bool],
+        done: Callable[[BaseException | None], None],
+    ) -> Request:
+        """A request for `pipeline`. A body of signed bytes must have the stamp of the source's key, if it has one."""
+
+        def look(headers: dict[str, str]) -> None:
+            if self.stamped_by and ask.digest is not None:
+                check_stamp(headers.get(STAMP_HEADER.lower()), self._run, self.stamped_by, record, self.address)
+
+        shown = self._presenter.header(self.parent) if self._presenter is not None else ""
+        lines = [
+            f"GET {self._path}/{ask.path} HTTP/1.1",
+            f"Host: {self._host}",
+            "Accept-Encoding: identity",
+            "User-Agent: headwater",
+            *([f"{PASS_HEADER}: {shown}"] if shown else []),
+        ]
+        return Request(
+            name=f"shard {record.index}",
+            head=("\r\n".join(lines) + "\r\n\r\n").encode("ascii"),
+            limit=ask.limit,
+            length=ask.length,
+            digest=ask.digest,
+            look=look,
+            take=take,
+            done=done,
+            first_s=ANSWER_DEADLINE_S if ask.by_name else None,
+        )
+
+    async def shard(self, key: Key, record: ShardRecord) -> bytes:
+        """The wire bytes of one shard.
 
         Raises:
             SourceError: refused, too slow, cut short, too long, not stamped, or with another hash.
             LieError: the relay's stamp is over other bytes than the origin signed.
         """
-        path = f"p/{key[0]}-{key[1]}/shard/{record.index}"
-        seconds = ANSWER_DEADLINE_S + record.wire_bytes / MINIMUM_RATE_BYTES_S
-        hasher = blake3()
-        got = 0
-        now = asyncio.get_running_loop().time
-        async with self._get(path, silence_s=STALL_S, total_s=seconds) as response:
-            self._check_shard_header(response, record)
-            _watch_silence_ourselves(response)
-            armed = now()
-            async with asyncio.timeout_at(armed + STALL_S) as stall:
-                async for piece in response.content.iter_chunked(PIECE_BYTES):
-                    if got + len(piece) > record.wire_bytes:
-                        raise SourceError(self.address, f"shard {record.index} is too long", ReasonCode.OVERSIZE)
-                    hasher.update(piece)
-                    try:
-                        write(got, piece)
-                    except OSError as exc:
-                        raise StoreError(f"cannot store a shard: {exc}; free some space or repair the disk") from exc
-                    got += len(piece)
-                    if (arrived := now()) - armed > STALL_S / 4:
-                        armed = arrived
-                        stall.reschedule(arrived + 1.25 * STALL_S)
-        if got != record.wire_bytes:
-            raise SourceError(
-                self.address, f"shard {record.index} was cut after {got} bytes", ReasonCode.LENGTH_MISMATCH
-            )
-        if hasher.digest() != record.wire_hash:
-            raise SourceError(
-                self.address, f"shard {record.index} has another hash than the origin signed", ReasonCode.SHARD_MISMATCH
-            )
-        return got
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[bytes] = loop.create_future()
+        held = bytearray()
 
-    def _check_shard_header(self, response: aiohttp.ClientResponse, record: ShardRecord) -> None:
-        """What is said of a shard before its bytes: the relay's stamp, and its length."""
-        if self.stamped_by:
-            check_stamp(response.headers.get(STAMP_HEADER), self._run, self.stamped_by, record, self.address)
-        length = response.content_length
-        if length != record.wire_bytes:
-            code = ReasonCode.OVERSIZE if length is None or length > record.wire_bytes else ReasonCode.LENGTH_MISMATCH
-            raise SourceError(self.address, f"shard {record.index} of {length} bytes, not {record.wire_bytes}", code)
+        def take(body: memoryview) -> bool:
+            held.extend(body)
+            return True
+
+        def done(error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, error)
+
+        def settle(error: BaseException | None) -> None:
+            if arrived.done():
+                return
+            if error is None:
+                arrived.set_result(bytes(held))
+            else:
+                arrived.set_exception(error)
+
+        ask = Ask(
+            record.index,
+            f"p/{key[0]}-{key[1]}/shard/{record.index}",
+            record.wire_bytes,
+            record.wire_bytes,
+            record.wire_hash,
+        )
+        request = self.request(ask, record, take, done)
+        self.pipeline.ask([request])
+        deadline_s = CONNECT_DEADLINE_S + ANSWER_DEADLINE_S + record.wire_bytes / MINIMUM_RATE_BYTES_S
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await arrived
+        except TimeoutError as exc:
+            raise SourceError(self.address, f"{request.name}: no answer in time", ReasonCode.TOO_SLOW) from exc
+        finally:
+            request.cancel()
+
+    # --- everything else, over the session -------------------------------------------------------------------------
 
     async def _frames(self, path: str, wait_ms: int) -> list[bytes]:
         data = await self._small(path, MAX_ANSWER_BYTES, wait_ms)
@@ -278,11 +294,28 @@ class Source:
         return SourceError(self.address, f"{path}: answered {response.status} {message!r}", code)
 
 
-def _watch_silence_ourselves(response: aiohttp.ClientResponse) -> None:
-    """From here on aiohttp sets no timer anew at every arrival, which costs as much as storing what arrived."""
-    connection = response.connection  # None once all of a short body is here
-    if connection is not None and connection.protocol is not None:
-        connection.protocol.read_timeout = None
+def connect(parent: Parent, allow_private: bool) -> socket.socket:
+    """A connection to a source, to the one address that its name stands for. Blocking.
+
+    Raises:
+        SourceError: no such name, an address that nobody may be sent to, or another certificate than it must be.
+        OSError: nobody answers there.
+    """
+    place = resolve(parent.url, allow_private=allow_private)
+    plain = socket.create_connection((place.ip, place.port), timeout=CONNECT_DEADLINE_S)
+    if not place.tls:
+        return plain
+    try:
+        wrapped = client_context(parent.pin).wrap_socket(plain, server_hostname=place.host)
+    except BaseException:
+        plain.close()
+        raise
+    try:
+        check_pin(wrapped.getpeercert(binary_form=True), parent.pin, parent.url)
+    except SourceError:
+        wrapped.close()
+        raise
+    return wrapped
 
 
 async def keep_polite(start: float) -> None:

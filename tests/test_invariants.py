@@ -62,6 +62,7 @@ UNBOUNDED = {
     ("protocol/libp2p_fixes.py", "write"): "`streams` writes under a timeout",
     ("protocol/lines.py", "request"): "`Lines.request` runs it under `move_on_at`",
     ("shardcast/source.py", "_refusal"): "aiohttp's sock_read and total deadlines, set with the request",
+    ("shardcast/wire.py", "_receive_some"): "the socket's own timeout, a part of STALL_S",
     ("trainer/members.py", "_challenge"): "the session's total deadline, PROBE_S",
     # Our own processes over private sockets.
     ("node/engine.py", "_serve"): "a node that does not read its engine's answer blocks that connection only",
@@ -69,7 +70,6 @@ UNBOUNDED = {
     ("protocol/host.py", "_read"): "the host process's own messages; its end is the end of the stream",
     ("protocol/host.py", "_reap"): "waits for a process after SIGKILL",
     # A wait that a newer event ends.
-    ("shardcast/download.py", "run"): "a task, awaited with a timeout two lines later",
     ("shardcast/follower.py", "_fetch"): "a newer publication drops the track and cancels this",
 }
 """(file, function) -> why a wait without a deadline of its own is sound there."""
@@ -245,15 +245,10 @@ async def test_a_flipped_bit_in_a_shard_is_refused_by_whoever_pulls_it(made: Mad
     async with publishing(made) as origin, lying(origin.server.url, flip) as liar, new_session() as session:
         await until(lambda: bool(origin.store.keys), "the publication")
         record = next(iter(_shard_records(origin)))
-        received = bytearray(record.wire_bytes)
-
-        def write(offset: int, piece: bytes) -> None:
-            received[offset : offset + len(piece)] = piece
-
-        await Source(session, origin.server.url, made.run.id).shard((0, 0), record, write)
-        assert blake3(bytes(received)).digest() == record.wire_hash
+        received = await Source(session, origin.server.url, made.run.id).shard((0, 0), record)
+        assert blake3(received).digest() == record.wire_hash
         with pytest.raises(SourceError, match=liar) as caught:
-            await Source(session, liar, made.run.id).shard((0, 0), record, write)
+            await Source(session, liar, made.run.id).shard((0, 0), record)
         assert caught.value.code == ReasonCode.SHARD_MISMATCH
 
 

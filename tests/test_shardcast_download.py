@@ -1,80 +1,128 @@
-"""A download that is given up: what its fetches end with is nobody's any more, and no error of asyncio's."""
+"""A download over real sources, well behaved and not: what it ends with, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol.limits import SHARD_BYTES
+from shardcast.asks import Ask
 from shardcast.download import Download
 from shardcast.errors import StoreError
-from shardcast.publication import publication_from, split_frames
-from shardcast.puller import PolicySink
-from shardcast.source import SourceHealth
+from shardcast.publication import Publication, publication_from, split_frames
+from shardcast.records import ShardRecord
+from shardcast.schedule import SourceHealth
+from shardcast.source import Source, new_session
 from shardcast.store import PUBLICATION_NAME
-from tests.shardcast_run import make_run, publishing, pulling, write_checkpoint
+from tests.shardcast_run import MadeRun, make_run, publishing, until, write_checkpoint
+
+SHARDS = 3
 
 
-class Held:
-    """A source whose shards arrive when the test says so, all in one turn of the loop."""
+class MemorySink:
+    """Keeps whole shards in memory; a test may hold them back, or have them refused."""
 
-    address = "http://held"
+    def __init__(self, publication: Publication) -> None:
+        self.publication = publication
+        self.shards: dict[int, bytes] = {}
+        self.shown: list[int] = []
+        self.taking = 0
+        self.let_through = threading.Event()
+        self.let_through.set()
+        self.refusal: Exception | None = None
+        self.here: set[int] = set()
+        self.abandoned_while: int | None = None
 
-    def __init__(self) -> None:
-        self.arrive = asyncio.Event()
-        self.asked = 0
+    def asks(self, record: ShardRecord) -> list[Ask]:
+        path = f"p/{self.publication.key[0]}-{self.publication.key[1]}/shard/{record.index}"
+        return [Ask(record.index, path, record.wire_bytes, record.wire_bytes, record.wire_hash)]
 
-    async def shard(self, key: Any, record: Any, write: Any) -> int:
-        self.asked += 1
-        await self.arrive.wait()
-        write(0, b"x")
-        return 1
+    def present(self, record: ShardRecord) -> bool:
+        return record.index in self.here
+
+    def take(self, record: ShardRecord, ask: Ask, body: memoryview) -> bool:
+        self.taking += 1
+        assert self.let_through.wait(60)
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            self.shards[record.index] = bytes(body)
+        finally:
+            self.taking -= 1
+        return True
+
+    def verified(self, record: ShardRecord) -> None:
+        self.shown.append(record.index)
+
+    def abandon(self) -> None:
+        self.abandoned_while = self.taking
 
 
-@pytest.mark.parametrize("order", ["closed, then cancelled", "cancelled, then closed"])
-async def test_fetches_of_a_download_that_was_given_up_leave_no_unread_error(tmp_path: Path, order: str) -> None:
-    made = make_run(tmp_path / "run", 3 * SHARD_BYTES)
+@pytest.fixture
+def made(tmp_path: Path) -> MadeRun:
+    made = make_run(tmp_path / "run", SHARDS * SHARD_BYTES)
     write_checkpoint(made.directory, 0, 0, made.shapes, 1)
-    async with publishing(made) as origin, pulling(made, [origin.server.url], tmp_path / "a") as puller:
-        policy = await puller.wait_newer(None, 60)
-    publication = publication_from(made.run, split_frames((policy.directory / PUBLICATION_NAME).read_bytes()))
+    return made
 
+
+async def published(made: MadeRun, origin: Any) -> Publication:
+    await until(lambda: bool(origin.store.keys), "the publication")
+    raw = (origin.store.folder((0, 0)) / PUBLICATION_NAME).read_bytes()
+    return publication_from(made.run, split_frames(raw))
+
+
+async def test_every_shard_comes_once_and_what_is_here_is_not_asked_for(made: MadeRun) -> None:
+    async with publishing(made) as origin, new_session() as session:
+        sink = MemorySink(await published(made, origin))
+        sink.here = {1}
+        source = Source(session, origin.server.url, made.run.id)
+        download = Download(sink.publication, sink)
+        download.offer(source, SourceHealth(source.address), None)
+        await asyncio.wait_for(download.run(), 60)
+        source.stop()
+        assert sorted(sink.shown) == [0, 1, 2] and sorted(sink.shards) == [0, 2]
+        assert download.whole and download.bytes_received == 2 * SHARD_BYTES
+        assert origin.server.counters.shards_sent == 2
+
+
+async def test_a_download_that_is_given_up_removes_what_came_only_once_no_thread_is_storing(made: MadeRun) -> None:
     unread: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context["message"]))
-    source, sink = Held(), PolicySink(tmp_path / "part", publication, b"header")
-    download = Download(publication, sink, resume=False)
-    download.offer(source, SourceHealth(source.address), None)  # type: ignore[arg-type]
-    run = asyncio.create_task(download.run())
-    while source.asked < 2:
-        await asyncio.sleep(0.01)
-    source.arrive.set()  # the bytes are there just as the download is given up
-    for step in order.split(", then "):
-        if step == "cancelled":
-            run.cancel()
-        else:
-            sink.abandon()
-    with pytest.raises((asyncio.CancelledError, StoreError)):
-        await run
+    async with publishing(made) as origin, new_session() as session:
+        sink = MemorySink(await published(made, origin))
+        sink.let_through.clear()
+        source = Source(session, origin.server.url, made.run.id)
+        download = Download(sink.publication, sink)
+        download.offer(source, SourceHealth(source.address), None)
+        run = asyncio.create_task(download.run())
+        await until(lambda: sink.taking > 0, "a shard being stored")
+        run.cancel()
+        await asyncio.sleep(0.1)
+        assert not run.done(), "a thread is in the sink"
+        sink.let_through.set()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        await download.give_up()
+        assert sink.abandoned_while == 0 and sink.shown == []
+        source.stop()
     del run, download
     await asyncio.sleep(0)
     gc.collect()
     assert unread == []
 
 
-async def test_a_sink_that_refuses_ends_the_download_with_its_reason(tmp_path: Path) -> None:
-    made = make_run(tmp_path / "run", 2 * SHARD_BYTES)
-    write_checkpoint(made.directory, 0, 0, made.shapes, 1)
-    async with publishing(made) as origin, pulling(made, [origin.server.url], tmp_path / "a") as puller:
-        policy = await puller.wait_newer(None, 60)
-    publication = publication_from(made.run, split_frames((policy.directory / PUBLICATION_NAME).read_bytes()))
-    source, sink = Held(), PolicySink(tmp_path / "part", publication, b"header")
-    source.arrive.set()
-    sink.close()
-    download = Download(publication, sink, resume=False)
-    download.offer(source, SourceHealth(source.address), None)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match="given up"):
-        await asyncio.wait_for(download.run(), 5)
+async def test_a_sink_that_refuses_ends_the_download_with_its_reason(made: MadeRun) -> None:
+    async with publishing(made) as origin, new_session() as session:
+        sink = MemorySink(await published(made, origin))
+        sink.refusal = StoreError("the disk is full")
+        source = Source(session, origin.server.url, made.run.id)
+        download = Download(sink.publication, sink)
+        download.offer(source, SourceHealth(source.address), None)
+        with pytest.raises(StoreError, match="disk is full"):
+            await asyncio.wait_for(download.run(), 60)
+        source.stop()

@@ -15,12 +15,14 @@ from blake3 import blake3
 from protocol.envelope import open_envelope
 from protocol.errors import ReasonCode, TransportError, UsageError
 from protocol.limits import SHARD_BYTES
+from shardcast.codecs import Codec
+from shardcast.encoding import OpenCheckpoint
 from shardcast.errors import ForkError, PublicationError, SourceError, StoreError
 from shardcast.layout import root_of_safetensors
 from shardcast.origin import Origin
-from shardcast.publication import pack_frames, split_frames
+from shardcast.publication import Publication, pack_frames, split_frames
 from shardcast.puller import Puller
-from shardcast.records import HEAD_KIND, MANIFEST_KIND, Head, PublicationManifest
+from shardcast.records import HEAD_KIND, MANIFEST_KIND, Head, PublicationManifest, ShardRecord
 from shardcast.source import Source, new_session
 from shardcast.store import published_heads, read_publication
 from tests.shardcast_run import (
@@ -114,15 +116,15 @@ async def test_relays_fetch_what_they_skipped_when_a_child_asks_for_it(small: Ma
 
 async def test_children_get_shards_before_the_origin_has_finished(wide: MadeRun, tmp_path: Path) -> None:
     """Cut-through: with the origin held before its last shard, a child of the relay already has the first ones."""
-    origin = Origin(wide.directory, identity=wide.origin)
+    origin = Origin(wide.directory, identity=wide.origin, codec=Codec.RAW)
     await origin.start()
     hold, store_shard = asyncio.Event(), origin._store_shard
     loop = asyncio.get_running_loop()
 
-    def held(key: tuple[int, int], canonical: object, index: int) -> tuple[bytes, int]:
+    def held(publication: Publication, fresh: OpenCheckpoint, base: OpenCheckpoint | None, index: int) -> ShardRecord:
         if index == 2:
             asyncio.run_coroutine_threadsafe(hold.wait(), loop).result(WAIT_S)
-        return store_shard(key, canonical, index)  # type: ignore[arg-type]
+        return store_shard(publication, fresh, base, index)
 
     origin._store_shard = held  # type: ignore[method-assign]
     task = asyncio.create_task(origin.run_forever())
@@ -538,7 +540,7 @@ async def test_an_unreachable_source_costs_nothing_but_its_own_turn(small: MadeR
 async def test_a_source_that_stalls_is_left_after_seconds(
     small: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardcast.source.STALL_S", 0.3)
+    monkeypatch.setattr("shardcast.wire.STALL_S", 0.3)
 
     async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -550,7 +552,7 @@ async def test_a_source_that_stalls_is_left_after_seconds(
     record = type("R", (), {"index": 0, "wire_bytes": 12416, "wire_hash": bytes(32)})
     async with new_session() as session:
         with pytest.raises(SourceError) as caught:
-            await Source(session, address, small.run.id).shard((0, 0), record, lambda *_: None)  # type: ignore[arg-type]
+            await Source(session, address, small.run.id).shard((0, 0), record)  # type: ignore[arg-type]
     assert caught.value.code == ReasonCode.TOO_SLOW
     server.close()
 
