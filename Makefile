@@ -53,7 +53,7 @@ bench: install
 
 # Peers we measure against live in environments of their own: their import names clash with ours.
 # The toploc package has no wheel that imports with today's torch: it is compiled from its sdist, minutes of g++.
-bench-peers: .peers/toploc/.installed .peers/zipnn/.installed
+bench-peers: .peers/toploc/.installed .peers/zipnn/.installed .peers/shardcast/.installed .peers/libtorrent/.installed
 
 .peers/toploc/.installed:
 	$(PYTHON) -m venv .peers/toploc
@@ -69,6 +69,21 @@ bench-peers: .peers/toploc/.installed .peers/zipnn/.installed
 	.peers/zipnn/bin/pip install $(QUIET) --disable-pip-version-check 'numpy>=2,<3' safetensors zstandard
 	.peers/zipnn/bin/pip install $(QUIET) --disable-pip-version-check --no-deps zipnn==0.5.4
 	.peers/zipnn/bin/python -c 'import zipnn'
+	@touch $@
+
+# shardcast calls wget; nginx and curl are measured beside it.
+.peers/shardcast/.installed:
+	$(PYTHON) -m venv .peers/shardcast
+	.peers/shardcast/bin/pip install $(QUIET) --disable-pip-version-check shardcast==0.3.2
+	.peers/shardcast/bin/python -I -c 'import shardcast.origin_server'
+	@for name in nginx curl wget; do PATH=$$PATH:/usr/sbin command -v $$name >/dev/null || missing="$$missing $$name"; done; \
+		[ -z "$$missing" ] || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$(echo "$$missing" | sed 's/nginx/nginx-light/'); }
+	@touch $@
+
+.peers/libtorrent/.installed:
+	$(PYTHON) -m venv .peers/libtorrent
+	.peers/libtorrent/bin/pip install $(QUIET) --disable-pip-version-check libtorrent==2.1.1
+	.peers/libtorrent/bin/python -c 'import libtorrent'
 	@touch $@
 
 # Longer lines of acceptance than CI has time for; their dated results are in docs/results/.
