@@ -306,7 +306,7 @@ def run_id_of(manifest: RunManifest) -> bytes:
     return blake3(codec.encode(manifest)).digest()
 
 
-def _check_files(model: ModelSpec) -> None:
+def check_files(model: ModelSpec) -> None:
     names = [file.name for file in model.files]
     for file in model.files:
         if not _MODEL_FILE.fullmatch(file.name):
@@ -367,7 +367,7 @@ def open_manifest(raw: bytes, expect: bytes | None = None) -> Run:
         open_envelope(raw, run=run, kind=MANIFEST_KIND, signer=manifest.root)
         for key in (manifest.coordinator, manifest.origin, manifest.coordinator_transport):
             check_public_key(key)
-        _check_files(manifest.model)
+        check_files(manifest.model)
         if manifest.profile == "bf16" and manifest.bf16 is None:
             raise ManifestError("a bf16 run without bf16 thresholds: nothing in it could be judged")
         check_evidence(manifest)

@@ -17,6 +17,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -109,3 +110,8 @@ def check_pin(shown: bytes | None, pin: bytes, address: str) -> None:
             "a new one; ask whoever gave you the code for a new one",
             ReasonCode.BAD_SIGNATURE,
         )
+
+
+def for_aiohttp(pin: bytes) -> aiohttp.Fingerprint | bool:
+    """What aiohttp's `ssl=` takes: the pin to compare before anything is sent, or True for the system's authorities."""
+    return aiohttp.Fingerprint(pin) if pin else True

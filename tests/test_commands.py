@@ -116,7 +116,7 @@ def test_an_unknown_key_in_run_toml_stops_every_command_that_reads_it(tmp_path: 
 
 
 def test_origin_and_coordinator_have_the_same_default_address() -> None:
-    from shardcast.cli import ORIGIN_LISTEN
+    from shardcast.run_commands import ORIGIN_LISTEN
     from trainer.config import OriginSection
 
     assert OriginSection().listen == ORIGIN_LISTEN
