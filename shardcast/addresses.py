@@ -12,14 +12,10 @@ Not covered: addresses that a person typed (`--source`), and proof that a server
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import ipaddress
 import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
-
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from protocol.addresses import parse_http
 from protocol.errors import DecodeError, ReasonCode
@@ -41,6 +37,15 @@ class Place:
     ip: str
     port: int
     tls: bool
+
+    @property
+    def url(self) -> str:
+        """The pinned address, to connect to; `authority` belongs into the `Host` header then."""
+        return f"{'https' if self.tls else 'http'}://{f'[{self.ip}]' if ':' in self.ip else self.ip}:{self.port}"
+
+    @property
+    def authority(self) -> str:
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 def parse_url(url: str) -> tuple[str, int, bool]:
@@ -113,29 +118,3 @@ def _first(named: str, host: str, port: int, allow_private: bool) -> str:
         + ("" if allow_private else "; whoever means a machine of this network must allow it (--allow-private)"),
         ReasonCode.NOT_GRANTED,
     )
-
-
-class PinnedResolver(AbstractResolver):
-    """aiohttp's resolver: checks what a name leads to, and keeps the first answer."""
-
-    def __init__(self, *, allow_private: bool) -> None:
-        self._allow_private = allow_private
-        self._known: dict[tuple[str, int], str] = {}
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        """One address of `host`. Raises OSError, which aiohttp turns into its own error."""
-        ip = self._known.get((host, port))
-        if ip is None:
-            ask = functools.partial(_first, host, host, port, self._allow_private)
-            try:
-                ip = await asyncio.get_running_loop().run_in_executor(None, ask)
-            except SourceError as exc:
-                raise OSError(str(exc)) from exc
-            self._known[(host, port)] = ip
-        of = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        return [ResolveResult(hostname=host, host=ip, port=port, family=of, proto=0, flags=socket.AI_NUMERICHOST)]
-
-    async def close(self) -> None:
-        self._known.clear()

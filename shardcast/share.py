@@ -237,13 +237,14 @@ async def fetch_share(
     shown = presenter.header(parent) if presenter is not None else ""
     try:
         async with asyncio.timeout(CONNECT_DEADLINE_S + ANSWER_DEADLINE_S):
-            await asyncio.to_thread(resolve, base, allow_private=allow_private)
+            place = await asyncio.to_thread(resolve, base, allow_private=allow_private)
             async with session.get(
-                f"{base.rstrip('/')}/{path}",
+                f"{place.url}/{path}",
                 allow_redirects=False,
                 proxy=None,
                 ssl=for_aiohttp(parent.pin),
-                headers={PASS_HEADER: shown} if shown else None,
+                server_hostname=place.host if place.tls else None,
+                headers={"Host": place.authority, **({PASS_HEADER: shown} if shown else {})},
             ) as response:
                 return open_share(await _body(base, response), expect=share or None)
     except ManifestError as exc:
