@@ -29,7 +29,7 @@ from shardcast.policy_sink import WEIGHTS_NAME, Base
 from shardcast.publication import Key, Publication
 from shardcast.puller import Policy
 from shardcast.records import HEAD_KIND, NO_HASH, Head, ShardRecord
-from shardcast.states import Hop, Segments, apply, find_way
+from shardcast.states import Hop, Segments, apply, find_way, kept_name
 from shardcast.store import PUBLICATION_NAME, hash_file, read_bounded, read_frames, shard_name
 
 
@@ -124,6 +124,7 @@ class Archive:
             if hop is None:
                 continue
             name = f"published/{hop.path.parent.name}/{hop.path.name}"
+            yield from self._problems_of_kept(hop)
             try:
                 wire = hop.wire()
             except (ProtocolError, FileNotFoundError):
@@ -142,6 +143,18 @@ class Archive:
             except StoreError as exc:
                 text = "the origin signed bytes that are not the state it signed them for"
                 yield Problem(name, exc.code, f"{text}: {str(exc).removeprefix(str(hop.path)).strip()}")
+
+    def _problems_of_kept(self, hop: Hop) -> Iterator[Problem]:
+        """Of a state that the origin keeps beside a shard. Nobody signed it; without it the archive still holds."""
+        kept = Hop(hop.path.with_name(kept_name(hop.record.index)), hop.record, signed=False)
+        if self._layout is None or not kept.path.exists():
+            return
+        try:
+            apply(kept, kept.wire(), b"", self._segments(hop.record.index))
+        except (StoreError, OSError) as exc:
+            code = exc.code if isinstance(exc, StoreError) else ReasonCode.RECORD_MISSING
+            text = "a kept state that is not the one signed beside it; remove the file, it follows from the frames"
+            yield Problem(f"published/{kept.path.parent.name}/{kept.path.name}", code, text)
 
     def _made(self, state: bytes, key: Key, index: int) -> bytes | memoryview | None:
         way = find_way(state, lambda _: False, self._records(key, index))

@@ -29,8 +29,13 @@ from shardcast.publication import Key
 KEPT_OPEN = 4
 """Checkpoints kept open: as many as the learner keeps on disk, so that they cost no room there."""
 
-_SAMPLES, _SAMPLE_BYTES = 16, 64 * KIB
-"""Enough to tell half from twice; 16 of them take 10 ms."""
+_SAMPLES, _SAMPLE_BYTES = 16, 4 * KIB
+"""Enough to tell half from twice, in a few milliseconds."""
+
+KEEP_STATE_EVERY = 32
+"""Patches after which the origin keeps a whole state beside a publication (`states.kept_name`), as anchors that nobody
+has to fetch. More, and its archive is decoded for longer to reach a policy; with more than `states.MAX_HOPS` joiners
+could not be served by an origin that was restarted."""
 
 
 class OpenCheckpoint:
@@ -113,11 +118,16 @@ def patch_pays(old: OpenCheckpoint, new: OpenCheckpoint, codec: Codec) -> bool:
     Raises:
         LayoutError, OSError: a file can't be read.
     """
-    patch = anchor = 0
+    kinds: dict[tuple[int, int], tuple[bytearray, bytearray]] = {}
     for start, segment in _samples(new):
-        before, after = (one.bytes_at(start, segment.nbytes) for one in (old, new))
-        patch += len(encode(codec, before, after, (segment,)))
-        anchor += len(encode(Codec.ANCHOR, None, after, (segment,)))
+        both = kinds.setdefault((segment.width, segment.mantissa), (bytearray(), bytearray()))
+        for one, into in zip((old, new), both, strict=True):
+            into += one.bytes_at(start, segment.nbytes)
+    patch = anchor = 0
+    for (width, mantissa), (before, after) in kinds.items():
+        segments = (Segment(len(after) // width, width, mantissa),)
+        patch += len(encode(codec, before, after, segments))
+        anchor += len(encode(Codec.ANCHOR, None, after, segments))
     return 2 * patch <= anchor
 
 

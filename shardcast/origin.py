@@ -31,7 +31,7 @@ from protocol.manifest import Run
 from protocol.run_files import load_chain
 from protocol.sequences import Sequences
 from shardcast.codecs import Codec
-from shardcast.encoding import OpenCheckpoint, OpenCheckpoints, patch_pays, wire_bytes
+from shardcast.encoding import KEEP_STATE_EVERY, OpenCheckpoint, OpenCheckpoints, patch_pays, wire_bytes
 from shardcast.errors import LayoutError, PublishError, StoreError
 from shardcast.heads import publication_name
 from shardcast.layout import (
@@ -58,8 +58,8 @@ from shardcast.records import (
     ShardRecord,
 )
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
-from shardcast.states import StateMaker
-from shardcast.store import Feed, Store, hash_file, read_bounded, read_publication
+from shardcast.states import StateMaker, kept_name
+from shardcast.store import Feed, Store, hash_file, read_bounded, read_publication, write_file
 from shardcast.terms import OPEN_TERMS, Terms
 from shardcast.watch import FolderWatch
 
@@ -172,6 +172,8 @@ class Origin:
             terms=terms,
         )
         self._codec = codec
+        self._above = 0
+        """How many patches the newest publication lies above one that needs none of those before it."""
         self._open = OpenCheckpoints()
         self.server.states = self._states = StateMaker(self.store, self._open)
         self._checkpoints = str(run_dir / "checkpoints")
@@ -238,6 +240,18 @@ class Origin:
             return
         found.root = publication.manifest.root
         self._open.add(found)
+        self._above = self._patches()
+
+    def _patches(self) -> int:
+        """`_above`, from the archive."""
+        for count, key in enumerate(reversed(self.store.keys[-KEEP_STATE_EVERY:])):
+            feed = self.store.feed(key)
+            first = feed.shards[0] if feed is not None else None
+            if first is None or first.old_hash == NO_HASH:
+                return count
+            if self.store.shard_path(key, 0).with_name(kept_name(0)).exists():
+                return count
+        return KEEP_STATE_EVERY
 
     async def publish_ready(self) -> int:
         """Publish all whole checkpoints that are not published yet, in order; returns how many."""
@@ -326,6 +340,7 @@ class Origin:
             raise
         fresh.states, fresh.root = publication.states(), _root(publication)
         self._open.add(fresh)
+        self._above = 0 if self._above + 1 >= KEEP_STATE_EVERY or publication.open.base == NO_HASH else self._above + 1
         return publication
 
     async def _publish_open(self, checkpoint: Checkpoint, fresh: OpenCheckpoint) -> Publication:
@@ -388,9 +403,12 @@ class Origin:
     ) -> ShardRecord:
         """Store, sign and show every shard; the one that is ready last is returned, and not shown yet."""
         ready: list[ShardRecord] = []
+        keep = base is not None and self._above + 1 >= KEEP_STATE_EVERY
 
         async def one(index: int) -> None:
             record = await asyncio.to_thread(self._store_shard, publication, fresh, base, index)
+            if keep:
+                await asyncio.to_thread(self._keep_state, publication.key, fresh, index)
             publication.take(self._seal(SHARD_KIND, record).raw)
             ready.append(record)
             if len(ready) < publication.shards:
@@ -420,13 +438,15 @@ class Origin:
             raise LayoutError(f"{fresh.canonical.path} ends before its last tensor; write it again")
         state = blake3(new).digest()
         wire = wire_bytes(codec, base.published(index) if base is not None else None, new, self._states.segments(index))
-        with self.store.shard_path(publication.key, index).open("wb", buffering=0) as out:
-            if out.write(wire) != len(wire):
-                raise StoreError(f"the disk under {self.store.root} took less than asked; free some space")
-            os.fsync(out.fileno())
+        write_file(self.store.shard_path(publication.key, index), wire, durable=True)
         wire_hash = state if codec is Codec.RAW else blake3(wire).digest()
         old_hash = base.states[index] if base is not None else NO_HASH
         return ShardRecord(opening.publication, index, len(wire), len(new), wire_hash, old_hash, state)
+
+    def _keep_state(self, key: Key, fresh: OpenCheckpoint, index: int) -> None:
+        """Keep one shard's state beside the publication, flushed."""
+        frame = wire_bytes(Codec.ANCHOR, None, fresh.shard(index), self._states.segments(index))
+        write_file(self.store.shard_path(key, index).with_name(kept_name(index)), frame, durable=True)
 
     def _seal(self, kind: str, record: object, lifetime_ms: int = _PUBLICATION_LIFETIME_MS) -> Envelope:
         return seal(

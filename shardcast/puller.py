@@ -39,12 +39,16 @@ from shardcast.pacing import Pacing
 from shardcast.passes import Parent, Presenter
 from shardcast.policy_sink import WEIGHTS_NAME, Base, PolicySink
 from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
+from shardcast.rates import Bucket
 from shardcast.server import Clock, wall_clock_ms
 from shardcast.states import Segments
 from shardcast.stats import SAVE_S
 from shardcast.store import MAX_PUBLICATION_BYTES, PUBLICATION_NAME, hash_file, read_bounded, remove_folder
 
 log = logging.getLogger("shardcast.puller")
+
+_BASES = 4
+"""Policies that one download may change; each is a file kept open."""
 
 GRACE_S = 30.0
 """A policy handed out less than this long ago is not removed, so that a reader can finish loading it."""
@@ -80,6 +84,7 @@ class Puller:
         presenter: Presenter | None = None,
         report: Callable[[RelayReport], None] | None = None,
         pacing: Pacing | None = None,
+        down: Bucket | None = None,
     ) -> None:
         """Open a store; `start` (or `run_forever`) then verifies what is in it.
 
@@ -90,6 +95,7 @@ class Puller:
             report: told of a relay that sent wrong bytes; must not block.
             keep: policies kept on disk (more for `GRACE_S` after use).
             clock_ms: corrected time; heads are believed for an hour.
+            down: limits the bytes of shards received.
             pacing: told how long pulls take, and asked whether to look for news; None looks always.
 
         Raises:
@@ -133,6 +139,7 @@ class Puller:
             session=session,
             presenter=presenter,
             report=report,
+            down=down,
             hold=lambda: pacing.hold_s(time.monotonic()) if pacing is not None else 0.0,
         )
 
@@ -289,10 +296,15 @@ class Puller:
         order = sorted(
             self._policies, key=lambda key: (self._policies[key].root == publication.open.base, key), reverse=True
         )
-        return [
-            Base(key, self._policies[key].directory / WEIGHTS_NAME, len(self._header), self._states[key])
-            for key in order
-        ]
+        found = []
+        for key in order[:_BASES]:
+            base = Base(key, self._policies[key].directory / WEIGHTS_NAME, len(self._header), self._states[key])
+            try:
+                base.open()
+            except OSError:
+                continue
+            found.append(base)
+        return found
 
     async def _on_whole(self, publication: Publication, sink: Sink) -> None:
         if not isinstance(sink, PolicySink) or publication.manifest is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from shardcast.archive import open_published
 from shardcast.codecs import Codec
+from shardcast.errors import PublicationError
 from shardcast.puller import Puller
 from shardcast.store import read_publication
 from tests.shardcast_run import (
@@ -127,3 +129,32 @@ async def test_the_first_step_of_an_epoch_and_of_a_restarted_origin(wide: MadeRu
         "e0000-s00000001": Codec.GAPS,
         "e0001-s00000000": Codec.ANCHOR,
     }
+
+
+async def test_an_origin_keeps_states_so_that_no_chain_grows_long(
+    wide: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that lost its checkpoints serves joiners, and the archive is decoded from the state that was kept."""
+    monkeypatch.setattr("shardcast.origin.KEEP_STATE_EVERY", 3)
+    async with publishing(wide, codec=Codec.GAPS) as origin:
+        for number in range(6):
+            step(wide, number)
+            await until(lambda number=number: origin.store.keys[-1:] == [(0, number)], "the origin's step")
+    published = wide.directory / "published"
+    kept = sorted(path.parent.name for path in published.glob("*/state-000000.bin"))
+    assert kept == ["e0000-s00000003"]
+    shutil.rmtree(wide.directory / "checkpoints")
+    (wide.directory / "checkpoints").mkdir()
+    for number in (0, 1, 2):
+        (published / f"e0000-s0000000{number}" / "shard-000000.bin").write_bytes(b"damaged")
+    async with publishing(wide, codec=Codec.GAPS) as origin, pulling(wide, [origin.server.url], tmp_path / "a") as one:
+        assert await has(one, 5)
+    archive = open_published(wide.directory, wide.run)
+    assert len(list(archive.problems())) == 3, "what rests on them is not named again"
+    assert holds(archive.materialise(0, 4, tmp_path / "out"), WIDE_SHAPES, 0, drifted(WIDE_SHAPES, 4))
+    state = published / "e0000-s00000003" / "state-000001.bin"
+    state.write_bytes(state.read_bytes()[:-1] + b"x")
+    archive = open_published(wide.directory, wide.run)
+    assert "published/e0000-s00000003/state-000001.bin" in [problem.record for problem in archive.problems()]
+    with pytest.raises(PublicationError, match="state-000001"):
+        archive.materialise(0, 5, tmp_path / "out")
