@@ -53,8 +53,13 @@ ORIGIN_LISTEN = "127.0.0.1:4803"
 """Where the coordinator expects the origin when run.toml does not say; another default here and nobody finds it."""
 
 
-def _serving(run_dir: Path) -> tuple[str, bool]:
-    """Where to listen and whether everybody is served: `[origin] listen` and `open` of run.toml, or their defaults.
+CODECS = ("gaps", "classes", "anchor", "raw")
+"""How an origin may code what it publishes: as patches (`gaps`; `classes` for thin links), each checkpoint by itself,
+or as it is."""
+
+
+def _serving(run_dir: Path) -> tuple[str, bool, str]:
+    """Where to listen, whether everybody is served, and the codec: `[origin]` of run.toml, or its defaults.
 
     Without a run.toml: any free port, open to all, since no coordinator is there that could hand out passes.
 
@@ -63,13 +68,13 @@ def _serving(run_dir: Path) -> tuple[str, bool]:
     """
     path = run_dir / "run.toml"
     if not path.exists():
-        return "127.0.0.1:0", True
+        return "127.0.0.1:0", True, CODECS[0]
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise UsageError(f"{path} is no valid TOML ({exc}); whoever edits this file must correct it") from exc
     origin = table.get("origin", {})
-    unknown = sorted(set(origin) - {"listen", "open"}) if isinstance(origin, dict) else ["origin"]
+    unknown = sorted(set(origin) - {"listen", "open", "codec"}) if isinstance(origin, dict) else ["origin"]
     if unknown:
         raise UsageError(f"{path}: origin.{unknown[0]}: unknown key. Whoever edits this file must correct it")
     listen, everybody = origin.get("listen", ORIGIN_LISTEN), origin.get("open", False)
@@ -77,12 +82,16 @@ def _serving(run_dir: Path) -> tuple[str, bool]:
         raise UsageError(f"{path}: [origin] listen must be text like '127.0.0.1:8100'")
     if not isinstance(everybody, bool):
         raise UsageError(f"{path}: [origin] open must be true or false")
-    return listen, everybody
+    codec = origin.get("codec", CODECS[0])
+    if codec not in CODECS:
+        raise UsageError(f"{path}: [origin] codec must be one of {', '.join(CODECS)}")
+    return listen, everybody, codec
 
 
 async def publish_run(args: argparse.Namespace) -> int:
     from protocol.identity import load_identity
     from protocol.run_files import key_file
+    from shardcast.codecs import Codec
     from shardcast.origin import Origin, load_run
 
     if not args.run.is_dir():
@@ -95,13 +104,14 @@ async def publish_run(args: argparse.Namespace) -> int:
     if args.keep_bytes or args.announce or args.cache:
         raise UsageError("--keep-bytes, --announce and --cache are for shares; a run's archive keeps everything")
     key = args.key or key_file(args.run, "origin", load_run(args.run).manifest.origin)
-    listen, everybody = _serving(args.run)
+    listen, everybody, codec = _serving(args.run)
     origin = Origin(
         args.run,
         identity=load_identity(key),
         listen=args.listen or listen,
         open_to_all=everybody or args.open,
         terms=terms_of(args, args.run / "published"),
+        codec=Codec[codec.upper()],
     )
     try:
         await origin.start()

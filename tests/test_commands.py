@@ -120,3 +120,21 @@ def test_origin_and_coordinator_have_the_same_default_address() -> None:
     from trainer.config import OriginSection
 
     assert OriginSection().listen == ORIGIN_LISTEN
+
+
+@pytest.mark.parametrize("codec", ["classes", "raw", "zip"])
+def test_the_codec_of_run_toml_is_what_the_origin_publishes_with(tmp_path: Path, codec: str) -> None:
+    from protocol.errors import UsageError
+    from shardcast.run_commands import _serving
+    from trainer.config import load
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.toml").write_text(f'[origin]\ncodec = "{codec}"\n')
+    if codec == "zip":
+        with pytest.raises(UsageError, match="codec"):
+            _serving(run)
+        with pytest.raises(UsageError, match="codec"):
+            load(run / "run.toml")
+        return
+    assert _serving(run)[2] == codec == load(run / "run.toml").origin.codec

@@ -98,6 +98,9 @@ class OriginSection(Section):
     """HOST:PORT."""
     open: bool = False
     """Serve whoever asks. Otherwise only whom the coordinator sends there: the first relay and the validators."""
+    codec: str = Field(default="gaps", pattern="^(gaps|classes|anchor|raw)$")
+    """How weights travel, always without loss: `gaps` (patches where they pay), `classes` (patches a third shorter for
+    more CPU: below 50 MB/s, or where egress is paid), `anchor` (every policy coded by itself), `raw`."""
 
     @field_validator("listen")
     @classmethod
