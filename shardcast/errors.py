@@ -58,9 +58,16 @@ class SourceError(ShardcastError):
 
     code = ReasonCode.UNREACHABLE
 
-    def __init__(self, address: str, message: str, code: ReasonCode | None = None) -> None:
+    def __init__(
+        self, address: str, message: str, code: ReasonCode | None = None, *, retry_after_s: float = 0.0
+    ) -> None:
+        """
+        Args:
+            retry_after_s: for how long the source said not to ask again.
+        """
         super().__init__(f"{address}: {message}", code)
         self.address = address
+        self.retry_after_s = retry_after_s
 
 
 class LieError(SourceError):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardcast.download import Download
+from shardcast.errors import PublicationError
 from shardcast.publication import Key, Publication
 
 
@@ -24,6 +25,9 @@ class Track:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Manifest and head are here, so that it may become visible once its shards are."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    refused: PublicationError | None = None
+    """Why the origin must publish it anew."""
 
     def settle(self) -> None:
         if self.publication.manifest is not None and (self.announced or self.pins):

@@ -38,8 +38,10 @@ from shardcast.focus import Candidate, Track, choose_focus
 from shardcast.gathering import gather_records
 from shardcast.heads import SeenHeads, publication_name
 from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, SPARE_LOOK_S, WATCHED_SOURCES
+from shardcast.named import ByName, Wanted
 from shardcast.passes import Parent, Presenter, parents_of
 from shardcast.publication import Key, Publication, pack_frames
+from shardcast.rates import Bucket
 from shardcast.records import HEAD_KIND, MANIFEST_KIND, OPEN_KIND, SHARD_KIND, Head, ShardRecord
 from shardcast.reports import Reports
 from shardcast.schedule import SourceHealth
@@ -52,9 +54,6 @@ _RECONCILE_S = 1.0
 _REMOVED_S = 90.0
 """Longer than a download takes to stop, whatever its disk does."""
 _KEPT_TRACKS = 8
-_WANTED_S = 60.0
-"""As long as a lease lasts: whoever asked for it has no use for it later."""
-
 HOLD_MAX_S = HEAD_LIFETIME_MS / 3000
 """News are looked at this often though nobody has use for them: heads are signed again as often, and a fork that is
 never looked at is never found."""
@@ -80,6 +79,7 @@ class Follower:
         presenter: Presenter | None = None,
         report: Callable[[RelayReport], None] | None = None,
         hold: Callable[[], float] = lambda: 0.0,
+        down: Bucket | None = None,
     ) -> None:
         """
         Args:
@@ -90,6 +90,7 @@ class Follower:
             on_head: the newest head was signed again.
             presenter: shows our passes to sources that have one.
             report: told of a relay that sent wrong bytes, with proof where there is any; must not block.
+            down: limits the bytes of shards received.
             hold: for how many seconds the owner has no use for news (`pacing`); asked again and again.
         """
         self._run = run
@@ -103,6 +104,7 @@ class Follower:
         self._own_session = session is None
         self._presenter = presenter
         self._hold = hold
+        self._down = down
         self._reports = Reports(report, self.all_records, self._spawn)
         self._first = ""
         """The address asked by long-poll."""
@@ -110,6 +112,8 @@ class Follower:
         self._known: dict[str, tuple[Source, SourceHealth]] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._tracks: dict[Key, Track] = {}
+        self._refused: dict[Key, bytes] = {}
+        """Publication ids that the origin must publish anew."""
         self._removing: dict[asyncio.Task[None], Key] = {}
         """Publications given up whose remains are still being removed."""
         self._opening = asyncio.Lock()
@@ -117,7 +121,7 @@ class Follower:
         self._dropped = False
         self.newest: Publication | None = None
         """The newest publication that is whole here; the owner sets it when it starts with one from disk."""
-        self._wanted: dict[Key, asyncio.Task[None]] = {}
+        self._wanted = Wanted(self, self._spawn)
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
         self.bytes_received = 0
@@ -152,7 +156,7 @@ class Follower:
     async def close(self) -> None:
         """Stop watching and downloading; unfinished downloads stay on disk to be resumed."""
         downloads = [t.task for t in self._tracks.values() if t.task is not None]
-        tasks = [*self._watchers.values(), *downloads, *self._reports.tasks, *self._wanted.values()]
+        tasks = [*self._watchers.values(), *downloads, *self._reports.tasks, *self._wanted.tasks]
         self._watchers.clear()
         for task in tasks:
             task.cancel()
@@ -208,6 +212,7 @@ class Follower:
             stamped_by=stamped_by,
             presenter=self._presenter,
             allow_private=isinstance(place, str) or self.run.manifest.allow_private,
+            down=self._down,
         )
         if known is not None:
             known[0].stop()
@@ -268,7 +273,7 @@ class Follower:
                         await keep_polite(start)
                 health.worked(0, 0.0)
             except SourceError as exc:
-                self._charge(health, exc)
+                self.charge(health, exc)
             await self._pause(address, health)
 
     async def _while_held(self) -> bool:
@@ -296,7 +301,7 @@ class Follower:
             except TimeoutError:
                 return
 
-    def _charge(self, health: SourceHealth, error: SourceError) -> None:
+    def charge(self, health: SourceHealth, error: SourceError) -> None:
         health.failed(error, time.monotonic(), random.random())
         self._choose_first()
         if self.problems.get(health.address) is None or str(self.problems[health.address]) != str(error):
@@ -309,7 +314,7 @@ class Follower:
 
     async def _learn(self, source: Source, health: SourceHealth, frames: list[bytes], after: Key | None) -> Key:
         """Take one publication's frames from one source until its head came; returns its key."""
-        publication = self._opened(source, frames[0], revoked=True)
+        publication = self.opened(source, frames[0], revoked=True)
         key = publication.key
         if after is not None and key <= after:
             raise SourceError(
@@ -317,13 +322,15 @@ class Follower:
             )
         if self._whole is not None and key <= self._whole:
             return key
+        if self._refused.get(key) == publication.open.publication:
+            return key
         if publication.opener != self.run.manifest.origin:
             frames = await vouched_frames(source, publication, frames, self.run.manifest.origin)
-        track = await self._track(source, publication)
+        track = await self.track(source, publication)
         taken = 0
         while True:
             for raw in frames:
-                self._take(source, health, track, raw)
+                self.take(source, health, track, raw)
             taken = frames_taken(source, track.publication, taken, frames)
             self.advance()
             if track.announced or track.done.is_set():
@@ -337,9 +344,9 @@ class Follower:
 
     async def all_records(self, publication: Publication, *, head: bool = False) -> None:
         """Return once the signed record of every shard is known, and a head if it is asked for."""
-        await gather_records(publication, self.sources, self._charge, self.run, self._seen, head=head)
+        await gather_records(publication, self.sources, self.charge, self.run, self._seen, head=head)
 
-    def _opened(self, source: Source, raw: bytes, *, revoked: bool) -> Publication:
+    def opened(self, source: Source, raw: bytes, *, revoked: bool) -> Publication:
         """The publication that an open record starts, by a revoked key only when asked for. Raises SourceError."""
         try:
             theirs = parse(raw).signer in self.run.revoked_origins
@@ -350,7 +357,7 @@ class Follower:
             raise SourceError(source.address, f"the open record does not hold: {exc}", exc.code) from exc
         return publication
 
-    async def _track(self, source: Source, publication: Publication) -> Track:
+    async def track(self, source: Source, publication: Publication) -> Track:
         """The track of a publication: the one there is, or a new one with a sink."""
         key, opening = publication.key, publication.open
         async with self._opening:
@@ -375,6 +382,8 @@ class Follower:
                     )
                 # The origin crashed and opened the step again: what was fetched of the old attempt is worthless.
                 self._drop(key)
+            if self._refused.get(key) == opening.publication:
+                raise PublicationError(f"{publication_name(key)} was refused before; it must be published anew")
             await self._removed(key)
             sink, _ = await self._make_sink(publication)
             track = Track(publication, self._download(publication, sink))
@@ -389,9 +398,9 @@ class Follower:
             if track is not None and track.publication is publication:
                 await self._hear(source, health, track)
 
-        return Download(publication, sink, places=self._places, scout=scout, gather=self.all_records, blame=self._blame)
+        return Download(publication, sink, places=self.places, scout=scout, gather=self.all_records, blame=self._blame)
 
-    def _places(self) -> list[Place]:
+    def places(self) -> list[Place]:
         """The sources that may be asked now, and which of them only if the others bring nothing."""
         origins = self.run.origins
         found = self.sources()
@@ -406,15 +415,15 @@ class Follower:
             frames = await source.records(track.publication.key, taken, DEFAULT_WAIT_MS if taken else 0)
             if not frames:
                 await keep_polite(start)
-            elif not taken and self._opened(source, frames[0], revoked=True).open != track.publication.open:
+            elif not taken and self.opened(source, frames[0], revoked=True).open != track.publication.open:
                 return  # another attempt to publish this step: not what is being fetched
             for raw in frames:
-                self._take(source, health, track, raw, follow=False)
+                self.take(source, health, track, raw, follow=False)
             taken = frames_taken(source, track.publication, taken, frames)
             if taken >= track.publication.shards + ENDS - 1 or track.done.is_set():
                 return
 
-    def _take(self, source: Source, health: SourceHealth, track: Track, raw: bytes, *, follow: bool = True) -> None:
+    def take(self, source: Source, health: SourceHealth, track: Track, raw: bytes, *, follow: bool = True) -> None:
         """One frame: check, remember, offer the shard it announces.
 
         Args:
@@ -517,6 +526,9 @@ class Follower:
     async def _fetch(self, key: Key, track: Track) -> None:
         try:
             await track.download.run()
+        except PublicationError as exc:
+            self._refuse(key, track, exc)
+            return
         finally:
             self.bytes_received += track.download.bytes_received
         # If the origin died before its manifest this waits until a newer publication drops the track.
@@ -526,6 +538,17 @@ class Follower:
         if self._whole is None or key > self._whole:
             self.newest = track.publication
         track.done.set()
+        self.advance()
+
+    def _refuse(self, key: Key, track: Track, error: PublicationError) -> None:
+        """The origin signed what nobody can use: never fetched again under this publication id."""
+        log.error("%s is refused: %s; the run's operator must publish it anew", publication_name(key), error)
+        track.refused = error
+        self._refused[key] = track.publication.open.publication
+        self._seen.record_refused(key, pack_frames(track.publication.frames()))
+        track.done.set()
+        if self._tracks.get(key) is track:
+            self._drop(key)
         self.advance()
 
     def _drop(self, key: Key) -> None:
@@ -540,7 +563,7 @@ class Follower:
 
     async def _remove(self, track: Track) -> None:
         """What was fetched goes once no thread is storing any more of it."""
-        if track.task is not None:
+        if track.task is not None and track.task is not asyncio.current_task():
             await asyncio.gather(track.task, return_exceptions=True)
         await track.download.give_up()
 
@@ -556,20 +579,14 @@ class Follower:
         if track is not None and track.done.is_set():
             del self._tracks[key]
 
+    def follows(self, track: Track) -> bool:
+        """Whether this is still the track of its publication."""
+        return self._tracks.get(track.publication.key) is track
+
     def want(self, key: Key) -> None:
-        """Fetch one publication by name in the background, for `_WANTED_S` at most; asking again changes nothing."""
-        if key in self._wanted or self._failure is not None:
-            return
-
-        async def fetch() -> None:
-            try:
-                async with asyncio.timeout(_WANTED_S):
-                    await self.fetch(key)
-            except TimeoutError:
-                log.warning("%s was asked for here, but no source has it", publication_name(key))
-
-        task = self._wanted[key] = self._spawn(fetch())
-        task.add_done_callback(lambda _: self._wanted.pop(key, None))
+        """Fetch one publication by name in the background; asking again changes nothing."""
+        if self._failure is None:
+            self._wanted.want(key)
 
     async def fetch(self, key: Key, root: bytes | None = None) -> None:
         """Fetch one publication by name, maybe an old one; the caller puts a deadline around it.
@@ -578,64 +595,6 @@ class Follower:
             root: 32 bytes; None takes whatever the origin signed.
 
         Raises:
-            PublicationError: the origin published another root at this place.
+            PublicationError: the origin published another root at this place, or one that nobody can use.
         """
-        while True:
-            self.check()
-            for source, health in self.sources():
-                if health.resting_until > time.monotonic():
-                    continue
-                try:
-                    if await self._fetch_from(source, health, key, root):
-                        return
-                except SourceError as exc:
-                    self._charge(health, exc)
-            await asyncio.sleep(0.2 * random.uniform(0.5, 1.5))
-
-    async def _fetch_from(self, source: Source, health: SourceHealth, key: Key, root: bytes | None) -> bool:
-        frames = await source.records(key, 0, 0)
-        # A known root says what it must be, whoever signed it; without one it must be a key that counts.
-        publication = self._opened(source, frames[0], revoked=root is not None) if frames else None
-        if publication is None or publication.key != key:
-            raise SourceError(source.address, "sent another publication than asked for", ReasonCode.WRONG_KIND)
-        track = await self._track(source, publication)
-        track.pins += 1
-        try:
-            taken = 0
-            while track.publication.manifest is None:
-                for raw in frames:
-                    self._take(source, health, track, raw, follow=False)
-                taken = frames_taken(source, track.publication, taken, frames)
-                if track.publication.manifest is None:
-                    frames = await source.records(key, taken, DEFAULT_WAIT_MS)
-                    if not frames:
-                        raise SourceError(
-                            source.address, f"{publication_name(key)} has no manifest there", ReasonCode.TOO_SLOW
-                        )
-            if root is not None and track.publication.manifest.root != root:
-                if track.publication.opener in self.run.revoked_origins:
-                    raise SourceError(source.address, "another root, signed by a revoked key", ReasonCode.HASH_MISMATCH)
-                raise PublicationError(
-                    f"{publication_name(key)} was published with root {track.publication.manifest.root.hex()[:16]}, "
-                    f"not {root.hex()[:16]} as asked for",
-                    ReasonCode.HASH_MISMATCH,
-                )
-            track.download.offer(source, health, None)
-            track.settle()
-            self.advance()
-            return await self._finished(track, health)
-        finally:
-            track.pins -= 1
-
-    async def _finished(self, track: Track, health: SourceHealth) -> bool:
-        """Wait for a pinned track; False once the source stopped delivering, so that others are offered."""
-        while not track.done.is_set():
-            self.check()
-            failures = health.failures
-            try:
-                async with asyncio.timeout(1.0):
-                    await track.done.wait()
-            except TimeoutError:
-                if health.failures > failures:
-                    return False
-        return True
+        await ByName(self, key, root).fetch()

@@ -132,6 +132,10 @@ class SeenHeads:
         if known is not None and known != root:
             raise ForkError(f"two roots were signed for {publication_name(key)}", (self._heads[key], evidence))
 
+    def record_refused(self, key: Key, frames: bytes) -> None:
+        """Keep what the origin signed of a publication that nobody can use."""
+        replace_file(self._evidence.with_name(f"refused-{publication_name(key)}.hw"), frames)
+
     def record_fork(self, frames: bytes) -> None:
         """Keep the evidence; from now on this folder refuses to be used."""
         replace_file(self._evidence, frames)

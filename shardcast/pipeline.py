@@ -28,6 +28,7 @@ from protocol.errors import ReasonCode
 from protocol.limits import KIB, SHARD_BYTES
 from shardcast.errors import SourceError
 from shardcast.limits import SHARDS_IN_FLIGHT, WIRE_SLACK_BYTES
+from shardcast.rates import Bucket
 from shardcast.wire import Answer, Connect, Progress, Wire
 
 log = logging.getLogger("shardcast.pipeline")
@@ -37,6 +38,10 @@ _IDLE_S = 8.0
 
 _MAX_BODY_BYTES = SHARD_BYTES + WIRE_SLACK_BYTES
 _MAX_REFUSAL_BYTES = 64 * KIB
+
+MAX_RETRY_AFTER_S = 3600.0
+"""Longest rest that a source can ask for."""
+
 _DRAIN_BYTES = 256 * KIB
 """An answer nobody wants any more is read to its end when it is at most this long: cheaper than a new connection."""
 
@@ -141,9 +146,14 @@ _spares = _Spares()
 class Pipeline:
     """The queue of one source."""
 
-    def __init__(self, address: str, connect: Connect) -> None:
+    def __init__(self, address: str, connect: Connect, down: Bucket | None = None) -> None:
+        """
+        Args:
+            down: limits the bytes of bodies received.
+        """
         self.address = address
         self._connect = connect
+        self._down = down
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         """Not answered, in the order of asking; those that were sent come first."""
@@ -210,9 +220,9 @@ class Pipeline:
                     self._begin_again(None)
                 else:
                     self._fail(request, exc)
-            except Exception as exc:  # ours: whoever asked must hear of it
+            except Exception as exc:  # ours: it must be seen, and cost no more than this request
                 log.exception("%s: reading %s failed", self.address, request.name)
-                self._fail(request, exc)
+                self._fail(request, SourceError(self.address, f"{request.name}: {exc!r}", ReasonCode.INTERNAL))
 
     def _next(self) -> Request | None:
         """The request to answer now; None when this thread is to end."""
@@ -258,7 +268,7 @@ class Pipeline:
         """The connection, with everything sent that was asked by now."""
         wire = self._wire
         if wire is None:
-            wire = Wire(self.address, self._connect)
+            wire = Wire(self.address, self._connect, self._down)
             self.round_trip_s = wire.round_trip_s
         with self._changed:
             self._wire = wire
@@ -298,13 +308,9 @@ class Pipeline:
             raise SourceError(self.address, f"{request.name}: answered {answer.status} at length", ReasonCode.OVERSIZE)
         text = bytearray(answer.length)
         wire.read_body(request.name, memoryview(text), Progress())
-        try:
-            table = json.loads(text[: 4 * KIB])
-            message = str(table["message"])[:500] if isinstance(table, dict) else ""
-        except (ValueError, KeyError, RecursionError):
-            message = ""
-        code = _REFUSALS.get(answer.status, ReasonCode.UNREACHABLE)
-        return SourceError(self.address, f"{request.name}: answered {answer.status} {message!r}", code)
+        return refusal(
+            self.address, request.name, answer.status, answer.headers.get("retry-after", ""), text[: 4 * KIB]
+        )
 
     def _hand_over(self, request: Request, buffer: bytearray, body: memoryview) -> None:
         """Let the body be taken: by another thread while more answers are coming, else by this one."""
@@ -376,7 +382,28 @@ class Pipeline:
             self._wire = None
 
 
-_REFUSALS = {404: ReasonCode.RECORD_MISSING, 403: ReasonCode.NOT_GRANTED}
+_REFUSALS = {404: ReasonCode.RECORD_MISSING, 403: ReasonCode.NOT_GRANTED, 429: ReasonCode.QUOTA}
+
+
+def refusal(address: str, name: str, status: int, retry_after: str, text: bytes | bytearray) -> SourceError:
+    """What a source said instead of what was asked for; its words are quoted, bounded, never acted on.
+
+    Args:
+        retry_after: the header of that name; whole seconds.
+        text: the start of the body.
+    """
+    try:
+        table = json.loads(text)
+        message = str(table["message"])[:500] if isinstance(table, dict) else ""
+    except (ValueError, KeyError, RecursionError):
+        message = ""
+    seconds = int(retry_after) if retry_after.isascii() and retry_after.isdecimal() and len(retry_after) < 10 else 0
+    return SourceError(
+        address,
+        f"{name}: answered {status} {message!r}",
+        _REFUSALS.get(status, ReasonCode.UNREACHABLE),
+        retry_after_s=min(seconds, MAX_RETRY_AFTER_S),
+    )
 
 
 def _left(request: Request) -> int:

@@ -27,12 +27,17 @@ from shardcast.heads import SeenHeads
 from shardcast.limits import MISSING_WAIT_S, NEXT_WAIT_S
 from shardcast.passes import Parent, PassCheck, Presenter, parents_of
 from shardcast.publication import Key, Publication
+from shardcast.rates import Bucket
 from shardcast.server import Clock, WeightsServer, wall_clock_ms
 from shardcast.store import Store, hash_file, read_publication, verify_shards
 from shardcast.store_sink import RelayStates, StoreSink
 from shardcast.terms import OPEN_TERMS, Terms
 
 log = logging.getLogger("shardcast.relay")
+
+
+_MOST_KEPT = 2
+"""Times `keep`, at most, are kept while children still download what is old."""
 
 
 class RelayServer:
@@ -55,6 +60,7 @@ class RelayServer:
         report: Callable[[RelayReport], None] | None = None,
         presenter: Presenter | None = None,
         terms: Terms = OPEN_TERMS,
+        down: Bucket | None = None,
     ) -> None:
         """Open the store.
 
@@ -66,6 +72,7 @@ class RelayServer:
             keep: finished publications kept; older ones are removed.
             presenter: shows our passes to parents; by default as `identity`.
             terms: limits of what is served, and how.
+            down: limits the bytes of shards received.
             sequences: those of `identity`, when its owner signs other things too.
 
         Raises:
@@ -103,6 +110,7 @@ class RelayServer:
             on_head=self.store.set_head,
             presenter=presenter or Presenter(self.run.id, identity, sequences, clock_ms),
             report=report,
+            down=down,
         )
         self._has_blobs = False
 
@@ -200,8 +208,14 @@ class RelayServer:
         if isinstance(sink, StoreSink):
             sink.finish()
         for key in self.store.keys[: -self.keep]:
-            await self.states.retire(key)
-            self._follower.forget(key)
+            # What somebody is downloading stays until it is done, within bounds.
+            if len(self.store.keys) > _MOST_KEPT * self.keep or not self.server.in_use(key):
+                await self.remove(key)
+
+    async def remove(self, key: Key) -> None:
+        """Remove a finished publication, after keeping what newer ones need of it."""
+        await self.states.retire(key)
+        self._follower.forget(key)
 
     async def _fetch_blobs(self) -> None:
         """Layout and model files, so that children need nobody else. Raises SourceError when no source has one."""

@@ -115,7 +115,7 @@ class SourceHealth:
             self.failures += 1
             limit = _MAX_PENALTY_S if error.code in _WRONG else _MAX_ABSENCE_S
             penalty = min(limit, _FIRST_PENALTY_S * 2.0 ** min(self.failures - 1, 10))
-        self.resting_until = now + penalty * (0.7 + 0.6 * chance)
+        self.resting_until = now + max(penalty * (0.7 + 0.6 * chance), error.retry_after_s)
 
 
 class Outcome(Enum):
@@ -436,7 +436,7 @@ class Schedule:
             standing.wrong += 1
             limit = _MAX_PENALTY_S
         penalty = min(limit, _FIRST_PENALTY_S * 2.0 ** min(standing.failures - 1, 10))
-        standing.resting_until = now + penalty * (0.7 + 0.6 * self._chance())
+        standing.resting_until = now + max(penalty * (0.7 + 0.6 * self._chance()), error.retry_after_s)
 
     def _progress(self, standing: _Standing, now: float) -> None:
         for tier in range(standing.tier, 2):

@@ -24,16 +24,19 @@ from blake3 import blake3
 
 from protocol.errors import DecodeError, ReasonCode
 from protocol.limits import KIB, MAX_ENVELOPE_BYTES, MINIMUM_RATE_BYTES_S
-from shardcast.addresses import resolve
+from shardcast.addresses import Place, resolve
 from shardcast.asks import Ask
 from shardcast.errors import SourceError
 from shardcast.limits import ANSWER_DEADLINE_S, CONNECT_DEADLINE_S, MAX_ANSWER_BYTES, PIECE_BYTES
 from shardcast.passes import PASS_HEADER, Parent, Presenter
-from shardcast.pipeline import Pipeline, Request
+from shardcast.pipeline import Pipeline, Request, refusal
 from shardcast.publication import Key, split_frames
+from shardcast.rates import Bucket
 from shardcast.records import ShardRecord
 from shardcast.stamps import STAMP_HEADER, check_stamp
-from shardcast.tls import check_pin, client_context
+from shardcast.tls import check_pin, client_context, for_aiohttp
+
+WRONG_PIN = "another certificate is shown there than the code or plan names"
 
 _BY_HASH = "wire/"
 """Where servers have wire shards by their hash, so that caches may keep them."""
@@ -70,9 +73,11 @@ class Source:
         stamped_by: bytes = b"",
         presenter: Presenter | None = None,
         allow_private: bool = True,
+        down: Bucket | None = None,
     ) -> None:
         """
         Args:
+            down: limits the bytes of shards received, of all sources that share it.
             allow_private: addresses of private networks may be connected to: somebody typed it, or the run allows them.
         """
         self.parent = Parent(parent) if isinstance(parent, str) else parent
@@ -81,10 +86,11 @@ class Source:
         self._run = run
         self._session = session
         self._presenter = presenter
-        self._base = f"{self.address.rstrip('/')}/v1/{run.hex()}"
-        parts = urlsplit(self._base)
+        parts = urlsplit(f"{self.address.rstrip('/')}/v1/{run.hex()}")
         self._host, self._path = parts.netloc, parts.path
         self._allow_private = allow_private
+        self._down = down
+        self._place: Place | None = None
         self._pipeline: Pipeline | None = None
 
     async def news(self, after: Key | None, wait_ms: int) -> list[bytes]:
@@ -126,7 +132,7 @@ class Source:
     def pipeline(self) -> Pipeline:
         """Requests for shards; the connection is made with the first, and again after `stop`."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(self.address, lambda: connect(self.parent, self._allow_private))
+            self._pipeline = Pipeline(self.address, self._connect, self._down)
         return self._pipeline
 
     def stop(self) -> None:
@@ -262,11 +268,13 @@ class Source:
         shown = self._presenter.header(self.parent) if self._presenter is not None else ""
         try:
             async with self._session.get(
-                f"{self._base}/{path}",
+                f"{await self._pinned_base()}/{path}",
                 timeout=timeout,
                 allow_redirects=False,
                 proxy=None,
-                headers={PASS_HEADER: shown} if shown else None,
+                headers={"Host": self._host, **({PASS_HEADER: shown} if shown else {})},
+                ssl=for_aiohttp(self.parent.pin),
+                server_hostname=self._place.host if self._place is not None and self._place.tls else None,
             ) as response:
                 if response.headers.get("Content-Encoding", "identity") != "identity":
                     raise SourceError(self.address, f"{path}: an encoding nobody asked for", ReasonCode.MALFORMED)
@@ -274,34 +282,50 @@ class Source:
                     raise await self._refusal(path, response)
                 yield response
         except TimeoutError as exc:
+            self._place = None
             raise SourceError(self.address, f"{path}: no answer in time", ReasonCode.TOO_SLOW) from exc
+        except aiohttp.ServerFingerprintMismatch as exc:
+            raise SourceError(self.address, f"{path}: {WRONG_PIN}", ReasonCode.BAD_SIGNATURE) from exc
         except aiohttp.ClientPayloadError as exc:
             raise SourceError(self.address, f"{path}: the answer was cut short", ReasonCode.LENGTH_MISMATCH) from exc
         except (aiohttp.ClientError, OSError, ValueError) as exc:
+            self._place = None  # the name may stand for another address by now
             raise SourceError(self.address, f"{path}: {type(exc).__name__}: {exc}", ReasonCode.UNREACHABLE) from exc
 
     async def _refusal(self, path: str, response: aiohttp.ClientResponse) -> SourceError:
-        """What the source said instead; its words are quoted, bounded, never acted on."""
+        """What the source said instead."""
         text = await response.content.read(1024)
+        return refusal(self.address, path, response.status, response.headers.get("Retry-After", ""), text)
+
+    async def _pinned_base(self) -> str:
+        """Where requests go: the one IP address that the source's name stands for, once it was looked at.
+
+        Raises:
+            SourceError: there is no such name, or it leads where nobody may be sent.
+        """
+        if self._place is None:
+            async with asyncio.timeout(CONNECT_DEADLINE_S):
+                self._place = await asyncio.to_thread(resolve, self.parent.url, allow_private=self._allow_private)
+        place = self._place
+        host = f"[{place.ip}]" if ":" in place.ip else place.ip
+        return f"{'https' if place.tls else 'http'}://{host}:{place.port}{self._path}"
+
+    def _connect(self) -> socket.socket:
+        """For `pipeline`: in its thread."""
         try:
-            table = json.loads(text)
-            message = str(table["message"])[:500] if isinstance(table, dict) else ""
-        except (ValueError, KeyError, RecursionError):
-            message = ""
-        code = {404: ReasonCode.RECORD_MISSING, 403: ReasonCode.NOT_GRANTED}.get(
-            response.status, ReasonCode.UNREACHABLE
-        )
-        return SourceError(self.address, f"{path}: answered {response.status} {message!r}", code)
+            return connect(self.parent, self._place or resolve(self.parent.url, allow_private=self._allow_private))
+        except OSError:
+            self._place = None
+            raise
 
 
-def connect(parent: Parent, allow_private: bool) -> socket.socket:
-    """A connection to a source, to the one address that its name stands for. Blocking.
+def connect(parent: Parent, place: Place) -> socket.socket:
+    """A connection to a source. Blocking.
 
     Raises:
-        SourceError: no such name, an address that nobody may be sent to, or another certificate than it must be.
+        SourceError: another certificate is shown there than it must be.
         OSError: nobody answers there.
     """
-    place = resolve(parent.url, allow_private=allow_private)
     plain = socket.create_connection((place.ip, place.port), timeout=CONNECT_DEADLINE_S)
     if not place.tls:
         return plain

@@ -16,17 +16,18 @@ import contextlib
 import re
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from blake3 import blake3
 
 from protocol.errors import ReasonCode
 from protocol.limits import KIB, MINIMUM_RATE_BYTES_S
 from shardcast.errors import SourceError
-from shardcast.limits import ANSWER_DEADLINE_S, CONNECT_DEADLINE_S, PIECE_BYTES, STALL_S
+from shardcast.limits import ANSWER_DEADLINE_S, PIECE_BYTES, STALL_S
+from shardcast.rates import Bucket
 
 MAX_HEAD_BYTES = 16 * KIB
 """Status line and header of one answer."""
@@ -37,6 +38,9 @@ _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}")
 
 _GRACE_S = ANSWER_DEADLINE_S
 """For how long a body may come slower than the minimum rate: a link may hiccup, and the first packets are slow."""
+
+_PAUSE_MAX_S = 1.0
+"""Longest pause for a limit of our own, so that the end of a download is noticed."""
 
 _LOOKS = 4
 """How often within the time of a stall a read gives up waiting to look at the clock."""
@@ -75,33 +79,20 @@ Connect = Callable[[], socket.socket]
 """Opens a connection within `CONNECT_DEADLINE_S`. Raises SourceError or OSError."""
 
 
-def plain_connect(url: str) -> socket.socket:
-    """A TCP connection to the host and port of an `http://` address.
-
-    Raises:
-        SourceError(`malformed`): that is no such address.
-        OSError: nobody answers there.
-    """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 80
-    except ValueError as exc:
-        raise SourceError(url, f"no address of a server ({exc})", ReasonCode.MALFORMED) from exc
-    if parts.scheme != "http" or not host:
-        raise SourceError(url, "no http:// address of a server", ReasonCode.MALFORMED)
-    return socket.create_connection((host, port), timeout=CONNECT_DEADLINE_S)
-
-
 class Wire:
     """One connection. Reads belong to one thread; `send` may be called by another meanwhile, and never waits."""
 
-    def __init__(self, address: str, connect: Connect) -> None:
+    def __init__(self, address: str, connect: Connect, down: Bucket | None = None) -> None:
         """Connect. Blocking.
+
+        Args:
+            down: limits the bytes of bodies received.
 
         Raises:
             SourceError(`unreachable`, or what `connect` says).
         """
         self.address = address
+        self._down = down
         start = time.monotonic()
         try:
             self._socket = connect()
@@ -109,6 +100,7 @@ class Wire:
             raise SourceError(address, f"{type(exc).__name__}: {exc}", ReasonCode.UNREACHABLE) from exc
         self.round_trip_s = time.monotonic() - start
         """What connecting took: one round trip, and seldom more."""
+        self._piece_bytes = PIECE_BYTES if down is None else down.piece_bytes
         self.answers = 0
         """Whole answers that came."""
         self._plain = type(self._socket) is socket.socket
@@ -121,6 +113,7 @@ class Wire:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, kernel)
         else:
             self._socket.settimeout(tick)
+        self._sending = threading.Lock()
         self._unsent = bytearray()
         self._left = memoryview(b"")
         """Read, but behind the answer it came with."""
@@ -132,22 +125,24 @@ class Wire:
 
     def send(self, data: bytes) -> None:
         """Send as much as the kernel takes now; the rest goes out between reads. Raises SourceError(`unreachable`)."""
-        self._unsent += data
+        with self._sending:
+            self._unsent += data
         self.flush()
 
     def flush(self) -> None:
         if not self._unsent:
             return
-        try:
-            if self._plain:
-                sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
-            else:
-                sent = self._socket.send(self._unsent)
-        except (BlockingIOError, TimeoutError):
-            return
-        except OSError as exc:
-            raise self._gone(exc) from exc
-        del self._unsent[:sent]
+        with self._sending:
+            try:
+                if self._plain:
+                    sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
+                else:
+                    sent = self._socket.send(self._unsent)
+            except (BlockingIOError, TimeoutError):
+                return
+            except OSError as exc:
+                raise self._gone(exc) from exc
+            del self._unsent[:sent]
 
     def read_answer(self, name: str, first_s: float | None) -> Answer:
         """Status line and header of the next answer.
@@ -197,7 +192,7 @@ class Wire:
         start = heard = time.monotonic()
         while got < len(body):
             self.flush()
-            count = self._receive_into(name, body[got : got + PIECE_BYTES])
+            count = self._receive_into(name, body[got : got + self._piece_bytes])
             now = time.monotonic()
             if count == 0:
                 raise SourceError(self.address, f"{name}: cut after {got} bytes", ReasonCode.LENGTH_MISMATCH)
@@ -206,6 +201,9 @@ class Wire:
                 got += count
                 heard = now
                 progress.got = got
+                if self._down is not None and (wait_s := min(self._down.take(count), _PAUSE_MAX_S)) > 0:
+                    time.sleep(wait_s)  # ours, so that no clock of the source's runs meanwhile
+                    start, heard = start + wait_s, time.monotonic()
             if now - heard > STALL_S:
                 raise SourceError(self.address, f"{name}: nothing came for {STALL_S:g} s", ReasonCode.TOO_SLOW)
             if now - start > _GRACE_S + got / MINIMUM_RATE_BYTES_S:
