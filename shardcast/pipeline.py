@@ -354,6 +354,7 @@ class Pipeline:
             for request in self._queue:
                 request.sent = False
                 request.state = _State.WAITING
+                request.progress.began, request.progress.got = 0.0, 0
             # Those that were cancelled meanwhile need not be asked again.
             for request in [one for one in self._queue if one.cancelled]:
                 self._queue.remove(request)

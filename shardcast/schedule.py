@@ -375,14 +375,15 @@ class Schedule:
     def _hedge(self, idle: list[_Standing], now: float) -> Attempt | None:
         """A second request for the shard that would come last, where a source with nothing to do is much faster.
 
-        Without room for bytes that come twice, it takes the place of a first one that would last very long."""
+        It takes the place of the slower one of two; or of the first, if that would last very long and there is no room
+        for bytes that come twice."""
         best: tuple[float, _Standing, int] | None = None
         for index, attempts in self._attempts.items():
-            if len(attempts) != 1 or index not in self._sizes or now - attempts[0].asked < _HEDGE_AFTER_S:
+            if index not in self._sizes or now - attempts[-1].asked < _HEDGE_AFTER_S:
                 continue
             size = self._sizes[index]
-            first_s = self._left_s(attempts[0], now)
-            if size > self._twice_left and first_s < _REPLACE_S:
+            first_s = min(self._left_s(attempt, now) for attempt in attempts)
+            if len(attempts) == 1 and size > self._twice_left and first_s < _REPLACE_S:
                 continue
             for one in idle:
                 own_s = size / one.health.rate + one.health.round_trip_s
@@ -390,16 +391,23 @@ class Schedule:
                     best = (first_s, one, index)
         if best is None:
             return None
-        first = self._attempts[best[2]][0]
+        attempts = self._attempts[best[2]]
+        if len(attempts) > 1 or self._sizes[best[2]] > self._twice_left:
+            self._replace(max(attempts, key=lambda attempt: self._left_s(attempt, now)), now)
         hedge = self._start(best[1], best[2], now)
-        if hedge.size <= self._twice_left:
+        if len(attempts) > 1:
             self._twice_left -= hedge.size
-        else:
-            self._sources[first.address].out.remove(first)
-            self._attempts[first.index].remove(first)
-            self._slowed(first, now)
-            self.replaced.append(first)
         return hedge
+
+    def _replace(self, attempt: Attempt, now: float) -> None:
+        """Nobody waits for this one any more: no failure, but its source is slow."""
+        self._slowed(attempt, now)
+        self._sources[attempt.address].out.remove(attempt)
+        attempts = self._attempts[attempt.index]
+        attempts.remove(attempt)
+        if attempts:
+            self._twice_left += attempt.size
+        self.replaced.append(attempt)
 
     def _left_s(self, attempt: Attempt, now: float) -> float:
         """How long an attempt still needs, by what came of it and of those before it."""

@@ -189,6 +189,7 @@ class Wire:
         body[:got] = self._left[:got]
         self._left = self._left[got:]
         hasher.update(body[:got])
+        progress.got = got
         start = heard = time.monotonic()
         while got < len(body):
             self.flush()
@@ -208,7 +209,6 @@ class Wire:
                 raise SourceError(self.address, f"{name}: nothing came for {STALL_S:g} s", ReasonCode.TOO_SLOW)
             if now - start > _GRACE_S + got / MINIMUM_RATE_BYTES_S:
                 raise SourceError(self.address, f"{name}: {got} bytes in {now - start:.0f} s", ReasonCode.TOO_SLOW)
-        progress.got = got
         self.answers += 1
         return hasher.digest()
 
