@@ -21,7 +21,7 @@ from pathlib import Path
 from protocol.errors import ProtocolError
 from shardcast.asks import Ask
 from shardcast.codecs import needs_old
-from shardcast.errors import StoreError, WrongBodyError
+from shardcast.errors import CodecError, PublicationError, StoreError, WrongBodyError
 from shardcast.policy_sink import decoded, shard_ask, state_asks
 from shardcast.publication import Key, Publication
 from shardcast.records import NO_HASH, ShardRecord
@@ -154,7 +154,11 @@ class StoreSink:
 
     def _whole(self, record: ShardRecord) -> bool:
         """Whether the state after this shard can be made here, now that its frame is."""
-        if record.old_hash == NO_HASH or not _is_patch(memoryview(_first(self._place(record)))):
+        try:
+            alone = record.old_hash == NO_HASH or not needs_old(_first(self._place(record)))
+        except CodecError as exc:
+            raise PublicationError(f"the frame of shard {record.index}: {exc}", exc.code) from exc
+        if alone:
             return True
         return any(self._states.reaches(self._feed.key, record.index, state) for state in _ends(record))
 
@@ -183,5 +187,5 @@ def _first(path: Path) -> bytes:
 def _is_patch(body: memoryview) -> bool:
     try:
         return needs_old(body)
-    except ProtocolError as exc:
-        raise WrongBodyError(str(exc)) from exc
+    except CodecError as exc:
+        raise WrongBodyError(str(exc), exc.code) from exc
