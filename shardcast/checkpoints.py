@@ -25,7 +25,7 @@ from blake3 import blake3
 from protocol.errors import ReasonCode
 from protocol.files import fsync_dir, write_atomic
 from protocol.limits import MAX_MODEL_FILE_BYTES, MAX_MODEL_FILES
-from shardcast.errors import LayoutError, PublishError
+from shardcast.errors import LayoutError, PublishError, StoreError
 from shardcast.layout import Canonical, Layout, make_layout, open_safetensors, safetensors_header
 from shardcast.limits import PIECE_BYTES
 from shardcast.store import read_bounded
@@ -150,11 +150,11 @@ def _named_by_index(path: Path) -> list[str]:
 
 
 def is_whole(found: Found) -> bool:
-    """Whether every weights file is as long as its header says. Raises OSError."""
+    """Whether every weights file is as long as its header says, and may be read."""
     try:
         for path in found.weights:
             open_safetensors(path)
-    except LayoutError:
+    except (LayoutError, OSError):
         return False
     return True
 
@@ -170,8 +170,23 @@ def layout_of(found: Found) -> Layout:
 
     Raises:
         LayoutError: no safetensors files, or a tensor that is in two of them.
+        PublishError(`length-mismatch`): it is gone, or may not be read.
     """
-    return _merged([open_safetensors(path) for path in found.weights])[0]
+    return _merged(_open(found))[0]
+
+
+def _open(found: Found) -> list[Canonical]:
+    try:
+        return [open_safetensors(path) for path in found.weights]
+    except OSError as exc:
+        raise _unreadable(found, exc) from exc
+
+
+def _unreadable(found: Found, error: OSError) -> PublishError:
+    """What its owner does to a checkpoint while it is read ends no publishing."""
+    return PublishError(
+        f"{found.folder} can't be read now ({error}); it is looked at again", ReasonCode.LENGTH_MISMATCH
+    )
 
 
 def _merged(parts: list[Canonical]) -> tuple[Layout, dict[str, tuple[int, int]]]:
@@ -198,17 +213,29 @@ def stage(found: Found, step: int, target: Path, stop: Callable[[], bool] = lamb
 
     Raises:
         LayoutError: its files are no weights that can be published.
-        PublishError: it changed while it was read.
-        OSError: the disk is full, or a file cannot be read.
+        PublishError(`length-mismatch`): it changed while it was read, or cannot be read.
+        OSError: the disk is full.
     """
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    parts = [open_safetensors(path) for path in found.weights]
+    parts = _open(found)
     layout, places = _merged(parts)
     header = safetensors_header(layout)
     hasher = blake3(header)
-    files = [os.open(part.path, os.O_RDONLY | os.O_CLOEXEC) for part in parts]
+    files: list[int] = []
+
+    def read(number: int, start: int, size: int) -> bytes:
+        try:
+            return parts[number].read(files[number], start, size)
+        except OSError as exc:
+            raise _unreadable(found, exc) from exc
+
     try:
+        for part in parts:
+            try:
+                files.append(os.open(part.path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as exc:
+                raise _unreadable(found, exc) from exc
         with (target / "model.safetensors").open("wb") as out:
             os.posix_fallocate(out.fileno(), 0, len(header) + layout.nbytes)
             out.write(header)
@@ -217,7 +244,7 @@ def stage(found: Found, step: int, target: Path, stop: Callable[[], bool] = lamb
                 for at in range(0, spec.nbytes, PIECE_BYTES):
                     if stop():
                         raise PublishError("given up: this process ends", ReasonCode.DEADLINE)
-                    piece = parts[number].read(files[number], offset + at, min(PIECE_BYTES, spec.nbytes - at))
+                    piece = read(number, offset + at, min(PIECE_BYTES, spec.nbytes - at))
                     hasher.update(piece)
                     out.write(piece)
             out.flush()
@@ -244,10 +271,11 @@ def read_model_files(found: Found) -> dict[str, bytes]:
     """The small files beside the weights.
 
     Raises:
-        PublishError: one is too large to be what its name says.
+        PublishError: one is too large to be what its name says, or cannot be read now (`length-mismatch`).
     """
-    out = {}
-    for path in found.files:
-        data = read_bounded(path, MAX_MODEL_FILE_BYTES)
-        out[path.name] = data
-    return out
+    try:
+        return {path.name: read_bounded(path, MAX_MODEL_FILE_BYTES) for path in found.files}
+    except StoreError as exc:
+        raise PublishError(str(exc), exc.code) from exc
+    except OSError as exc:
+        raise _unreadable(found, exc) from exc

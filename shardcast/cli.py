@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     until = pull.add_mutually_exclusive_group()
     until.add_argument("--once", action="store_true", help="stop after the first; default with CODE")
     until.add_argument("--follow", action="store_true", help="go on with each newer one; default with --manifest")
+    until.add_argument("--step", type=int, metavar="N", help="fetch this step of a share, maybe an older one (--pin)")
     pull.add_argument(
         "--deadline", type=float, default=60.0, help="seconds without news to wait for (default %(default)s)"
     )

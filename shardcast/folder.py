@@ -21,7 +21,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from protocol.errors import ProtocolError, ReasonCode, UsageError
+from protocol.errors import DecodeError, ProtocolError, ReasonCode, UsageError
 from protocol.files import write_atomic
 from protocol.identity import Identity, load_or_create_identity
 from protocol.limits import MAX_ENVELOPE_BYTES
@@ -45,6 +45,9 @@ from shardcast.terms import Terms
 STATE_NAME = ".shardcast"
 LOOK_S = 1.0
 """How often a folder is looked at. Checkpoints come every few minutes; a look costs a few file names."""
+
+NEVER_WHOLE_S = 60.0
+"""A checkpoint in which nothing changed for this long and that is not whole is said to be broken."""
 
 Say = Callable[[str, dict[str, object]], None]
 """Told what happened: words for people, and the same for programs."""
@@ -104,6 +107,8 @@ class FolderOrigin:
         """Checkpoint folder's name -> hash of the mark it had when it was published or refused."""
         self._roots: dict[Key, tuple[bytes, bytes]] = {}
         """Root of each publication, and the one it applies to."""
+        self._seen: dict[str, tuple[str, float]] = {}
+        """Checkpoint folder's name -> hash of its mark, and the monotonic time at which it was first seen."""
         self._waited = False
         self._ending = threading.Event()
 
@@ -184,10 +189,7 @@ class FolderOrigin:
         found = [
             one for one in await asyncio.to_thread(checkpoints.find, self.folder, time.time()) if self._is_new(one)
         ]
-        ready = []
-        for one in found:
-            if one.age_s >= checkpoints.QUIET_S and await asyncio.to_thread(checkpoints.is_whole, one):
-                ready.append(one)
+        ready = [one for one in found if self._is_quiet(one) and await self._is_whole(one)]
         if not found and self.share is None and not self._waited:
             self._waited = True
             self._say(f"waits for a first checkpoint (safetensors) in {self.folder}", {"waiting": str(self.folder)})
@@ -195,17 +197,36 @@ class FolderOrigin:
             for one in ready[:-1]:
                 if one.step not in self._pins:
                     self._settle(one)
-                    self._refuse(one, PublishError("a newer one is there; publish with --all to pass on all of them"))
+                    newer = "a newer one is there; publish with --all to pass on all of them"
+                    self._refuse(one, PublishError(newer, ReasonCode.STALE_SEQUENCE))
             ready = [one for one in ready[:-1] if one.step in self._pins] + ready[-1:]
         for one in ready:
             try:
                 await self._publish(one)
                 self._settle(one)
-            except* (LayoutError, PublishError) as group:
+            except* (DecodeError, LayoutError, PublishError) as group:
                 error = _first(group)
                 if not (isinstance(error, PublishError) and error.code == ReasonCode.LENGTH_MISMATCH):
                     self._settle(one)  # looked at again only when it changes
                     self._refuse(one, error)
+
+    def _is_quiet(self, found: Found) -> bool:
+        """Whether nothing in it changed for a while: by its files' times, or by what was seen of it here, so that a
+        file server's clock that is ahead holds nothing up."""
+        now, mark = time.monotonic(), _digest(found)
+        if self._seen.get(found.folder.name, ("", 0.0))[0] != mark:
+            self._seen[found.folder.name] = (mark, now)
+        return max(found.age_s, now - self._seen[found.folder.name][1]) >= checkpoints.QUIET_S
+
+    async def _is_whole(self, found: Found) -> bool:
+        if await asyncio.to_thread(checkpoints.is_whole, found):
+            return True
+        if time.monotonic() - self._seen[found.folder.name][1] > NEVER_WHOLE_S:
+            self._settle(found)
+            self._refuse(
+                found, LayoutError("a weights file is shorter than its header says, is none, or may not be read")
+            )
+        return False
 
     async def _publish(self, found: Found) -> None:
         """Stage, compare and publish one checkpoint. Raises LayoutError, PublishError."""
@@ -319,7 +340,7 @@ class FolderOrigin:
     def _refuse(self, found: Found, error: ProtocolError) -> None:
         self._say(
             f"{found.folder.name} is left out: {error}",
-            {"refused": found.folder.name, "code": str(error.code), "message": str(error)},
+            {"refused": found.folder.name, "reason": str(error.code), "message": str(error)},
         )
 
 

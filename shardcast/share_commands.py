@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardcast.terms import Terms
 
 _LOOK_S = 0.25
+_FOR_EVER_S = 1e9
 _RETAIN_S = 5.0
 _PREFIX = "hws1"
 SHARE_FILE, CODE_FILE, LATEST = "share.hw", "code.txt", "latest"
@@ -230,23 +232,42 @@ async def pull_share(args: argparse.Namespace) -> int:
     run = share.as_run(allow_private=args.allow_private)
     puller = Puller(run, lambda: parents, directory, keep=args.keep, presenter=presenter, **_down(args))
     await puller.start()
-    target = None if args.follow else await _newest(run, parents, args, presenter)
-    following = asyncio.create_task(puller.run_forever())
     shown = asyncio.create_task(_show_progress(args, puller))
+    try:
+        if args.step is not None:
+            wanted = puller.fetch(0, args.step, None, _FOR_EVER_S)
+            _tell_policy(args, share, await _moving(puller, wanted, args.deadline, parents))
+        else:
+            newest = None if args.follow else await _newest(run, parents, args, presenter)
+            await _follow(args, puller, share, parents, newest)
+    finally:
+        shown.cancel()
+        await asyncio.gather(shown, return_exceptions=True)
+        await puller.close()
+    return 0
+
+
+async def _follow(
+    args: argparse.Namespace, puller: Puller, share: Share, parents: list[Parent], target: tuple[int, int] | None
+) -> None:
+    """Hand over each newer checkpoint; without `--follow` only the one that is newest now, or a newer one."""
+    following = asyncio.create_task(puller.run_forever())
     after: tuple[int, int] | None = None
     try:
         while True:
-            policy = await _next(puller, following, after, args.deadline, [parent.url for parent in parents])
+            wanted = puller.wait_newer(after, _FOR_EVER_S)
+            deadline_s = args.deadline if after is None or not args.follow else _FOR_EVER_S
+            policy = await _moving(puller, wanted, deadline_s, parents, following)
             after = policy.key
             if target is not None and policy.key < target:
                 continue
-            _hand_over(args, share, directory, policy)
+            _tell_policy(args, share, policy)
+            _point_at(args.directory, policy)
             if not args.follow:
-                return 0
+                return
     finally:
-        shown.cancel()
         following.cancel()
-        await asyncio.gather(following, shown, return_exceptions=True)
+        await asyncio.gather(following, return_exceptions=True)
 
 
 async def _newest(
@@ -282,51 +303,47 @@ async def _newest(
     return max(found, default=None)
 
 
-async def _next(
+async def _moving(
     puller: Puller,
-    following: asyncio.Task[None],
-    after: tuple[int, int] | None,
+    wanted: Coroutine[Any, Any, Policy],
     deadline_s: float,
-    sources: list[str],
+    parents: list[Parent],
+    following: asyncio.Task[None] | None = None,
 ) -> Policy:
-    """The next policy; the first is given up when nothing moves for `deadline_s`.
+    """What is waited for, given up when nothing moves for `deadline_s`.
 
     Raises:
         TransportError(`deadline`), and what stopped the puller.
     """
-    seen: object = None
+    task = asyncio.create_task(wanted)
+    seen: tuple[int, tuple[int, int] | None] = (-1, None)
     moved = time.monotonic()
-    while True:
-        waiting = asyncio.create_task(puller.wait_newer(after, _LOOK_S))
-        await asyncio.wait({waiting, following}, timeout=10 * _LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-        if following.done():
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            following.result()
-        try:
-            return await waiting
-        except TransportError as exc:
-            now = (puller.bytes_received, puller.progress)
-            if now != seen:
+    try:
+        while True:
+            both = {task} if following is None else {task, following}
+            await asyncio.wait(both, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if following is not None and following.done():
+                following.result()
+            if (now := (puller.bytes_received, puller.progress)) != seen:
                 seen, moved = now, time.monotonic()
-            give_up_if_refused(puller.problems, sources)
-            if after is None and time.monotonic() - moved > deadline_s:
+            give_up_if_refused(puller.problems, [parent.url for parent in parents])
+            if time.monotonic() - moved > deadline_s:
                 told = "; ".join(str(error) for error in puller.problems.values())
-                raise TransportError(
-                    f"nothing arrived for {deadline_s:g} s{': ' + told if told else ''}", ReasonCode.DEADLINE
-                ) from exc
+                words = f"nothing arrived for {deadline_s:g} s{': ' + told if told else ''}"
+                raise TransportError(words, ReasonCode.DEADLINE)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-def _hand_over(args: argparse.Namespace, share: Share, directory: Path, policy: Policy) -> None:
-    """Name the weights as what loads them wants, and point `latest` at them."""
+def _tell_policy(args: argparse.Namespace, share: Share, policy: Policy) -> None:
+    """Say what arrived, after naming its weights as what loads them wants."""
     name = share.manifest.weights
     if name != "model.safetensors":
         with contextlib.suppress(FileExistsError):
             (policy.directory / name).symlink_to("model.safetensors")
-    aside = directory / f".{LATEST}.part"
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(os.path.relpath(policy.directory, directory))
-    aside.replace(directory / LATEST)
     say(
         args,
         f"step {policy.step} root {policy.root.hex()[:16]} in {policy.directory}",
@@ -335,6 +352,14 @@ def _hand_over(args: argparse.Namespace, share: Share, directory: Path, policy: 
         root=policy.root.hex(),
         directory=str(policy.directory),
     )
+
+
+def _point_at(directory: Path, policy: Policy) -> None:
+    """`latest` is this checkpoint from now on."""
+    aside = directory / f".{LATEST}.part"
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(os.path.relpath(policy.directory, directory))
+    aside.replace(directory / LATEST)
 
 
 async def _show_progress(args: argparse.Namespace, puller: Puller) -> None:

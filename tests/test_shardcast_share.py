@@ -1,12 +1,15 @@
-"""Shares: a folder of checkpoints published, relayed and pulled by the command alone, without a run."""
+"""Shares: a folder of checkpoints published and pulled without a run, and what codes and manifests may say."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
-import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,8 +18,14 @@ import torch
 from protocol.errors import ManifestError, ReasonCode
 from protocol.identity import Identity
 from shardcast import checkpoints
+from shardcast.cli import main
+from shardcast.folder import FolderOrigin
+from shardcast.origin import Origin
+from shardcast.passes import Parent
+from shardcast.puller import Puller
 from shardcast.share import (
     MAX_CODE_CHARS,
+    Share,
     ShareCode,
     ShareManifest,
     ShareSource,
@@ -25,92 +34,191 @@ from shardcast.share import (
     open_share,
     parse_code,
 )
-from tests.shardcast_run import WAIT_S
-from tests.share_rig import command, pull, same, tensors, write
+from shardcast.terms import Terms
+from tests.shardcast_run import WAIT_S, until
+from tests.share_rig import same, tensors, write
+
+WAITS = {"quiet": "shardcast.checkpoints.QUIET_S", "look": "shardcast.folder.LOOK_S"}
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written in one go here."""
+    for name in WAITS.values():
+        monkeypatch.setattr(name, 0.05)
 
 
-def test_a_folder_is_published_relayed_and_pulled_as_it_grows(tmp_path: Path) -> None:
+class Published:
+    """A folder being published in this process."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.share: Share | None = None
+        self.origin: Origin | None = None
+        terms = options.pop("terms", lambda store, share: Terms(share=share))
+        self.publisher = FolderOrigin(
+            folder, lambda text, table: self.events.append(table), self._opened, terms=terms, **options
+        )
+        self.task = asyncio.create_task(self.publisher.run_forever())
+
+    def _opened(self, share: Share, origin: Origin) -> None:
+        self.share, self.origin = share, origin
+
+    async def event(self, key: str, value: object) -> dict[str, Any]:
+        """The event that has this value, once it happened."""
+
+        def found() -> list[dict[str, Any]]:
+            if self.task.done():
+                self.task.result()
+            return [event for event in self.events if event.get(key) == value]
+
+        await until(lambda: bool(found()), f"{key}: {value}")
+        return found()[0]
+
+    @property
+    def parent(self) -> Parent:
+        assert self.origin is not None
+        assert self.share is not None
+        return Parent(self.origin.server.url, self.share.manifest.origin)
+
+
+@asynccontextmanager
+async def publishing_folder(folder: Path, **options: Any) -> AsyncIterator[Published]:
+    published = Published(folder, **options)
+    try:
+        yield published
+    finally:
+        published.task.cancel()
+        await asyncio.gather(published.task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def pulling_share(published: Published, store: Path) -> AsyncIterator[Puller]:
+    assert published.share is not None
+    puller = Puller(published.share.as_run(), lambda: [published.parent], store)
+    task = asyncio.create_task(puller.run_forever())
+    try:
+        yield puller
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_folder_is_published_and_pulled_as_it_grows(tmp_path: Path) -> None:
     folder = tmp_path / "ckpts"
-    first, second = tensors(1), tensors(2)
-    write(folder / "checkpoint-5", first, parts=3, **{"trainer_state.json": "{}"})
-    with command("publish", str(folder)) as origin:
-        code = origin.line("code")["code"]
-        assert origin.line("published")["published"] == 5
-        with command("relay", code, "--store", str(tmp_path / "relay"), "--allow-private") as relay:
-            through = relay.line("code")["code"]
-            assert [source.url for source in parse_code(through).sources][1:] == [
-                source.url for source in parse_code(code).sources
-            ]
-            status, got, _ = pull(through, tmp_path / "out")
-            assert (status, got["step"]) == (0, 5)
-            assert same(tmp_path / "out" / "latest", first)
-            assert (tmp_path / "out" / "latest" / "tokenizer.json").read_text() == '{"version": "1.0"}'
-            assert not (tmp_path / "out" / "latest" / "trainer_state.json").exists()
-            with command("pull", through, str(tmp_path / "on"), "--allow-private", "--follow") as following:
-                assert following.line("step")["step"] == 5
-                write(folder / "checkpoint-10", second, **{"trainer_state.json": "changed"})
-                assert origin.line("published")["published"] == 10
-                assert following.line("step")["step"] == 10
-                following.process.send_signal(signal.SIGINT)
-                assert following.process.wait(WAIT_S) == 130
-            assert same(tmp_path / "on" / "latest", second)
-            status, got, _ = pull(through, tmp_path / "out")  # the same command again fetches what is newest now
-            assert (status, got["step"]) == (0, 10)
-        for place in (str(folder), str(tmp_path / "out"), str(tmp_path / "relay"), code):
-            with command("status", place, "--allow-private") as asked:
-                status, told, error = asked.end()
-                assert (status, told.get("step")) == (0, 10), error
-        origin.process.send_signal(signal.SIGTERM)
-        assert origin.process.wait(WAIT_S) == 130
-    with command("publish", str(folder)) as origin:  # goes on where it was: nothing is published twice
-        assert parse_code(origin.line("code")["code"]).share == parse_code(code).share
-        write(folder / "checkpoint-15", first)
-        assert origin.line()["published"] == 15
+    folder.mkdir()
+    async with publishing_folder(folder) as published:
+        await published.event("waiting", str(folder))
+        write(folder / "checkpoint-5", tensors(1), parts=3, **{"trainer_state.json": "1"})
+        await published.event("published", 5)
+        async with pulling_share(published, tmp_path / "out") as puller:
+            first = await puller.wait_newer(None, WAIT_S)
+            assert same(first.directory, tensors(1))
+            assert (first.directory / "tokenizer.json").read_text() == '{"version": "1.0"}'
+            assert not (first.directory / "trainer_state.json").exists()
+            write(folder / "checkpoint-10", tensors(2), **{"trainer_state.json": "2"})
+            assert same((await puller.wait_newer(first.key, WAIT_S)).directory, tensors(2))
+        share = published.share
+    async with publishing_folder(folder) as published:  # goes on where it was: nothing is published twice
+        write(folder / "checkpoint-15", tensors(3))
+        await published.event("published", 15)
+        assert published.share == share
+        assert [event for event in published.events if "published" in event or "refused" in event] == [
+            await published.event("published", 15)
+        ]
 
 
-def test_what_does_not_fit_is_refused_once_and_the_next_is_published(tmp_path: Path) -> None:
+async def test_what_does_not_fit_is_refused_once_and_the_next_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardcast.folder.NEVER_WHOLE_S", 0.2)
     folder = tmp_path / "ckpts"
     write(folder / "step-1", tensors(1))
-    with command("publish", str(folder)) as origin:
-        assert origin.line("published")["published"] == 1
+    async with publishing_folder(folder) as published:
+        await published.event("published", 1)
         write(folder / "step-2", tensors(2, rows=41))
-        assert origin.line("refused")["code"] == "hash-mismatch"
+        assert (await published.event("refused", "step-2"))["reason"] == "hash-mismatch"
         write(folder / "step-3", tensors(3), config='{"model_type": "other"}')
-        assert "config.json" in origin.line("refused")["message"]
-        (folder / "step-4").mkdir()
-        (folder / "step-4" / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{} no wts")
+        assert "config.json" in (await published.event("refused", "step-3"))["message"]
+        write(folder / "step-4", tensors(4), **{"vocab.txt": "more"})
+        assert "vocab.txt" in (await published.event("refused", "step-4"))["message"]
+        write(folder / "step-5", tensors(5), parts=2)
+        shutil.copy(folder / "step-5" / "model-00001-of-00002.safetensors", folder / "step-5" / "x.safetensors")
+        index = {"weight_map": {"a": "x.safetensors", "b": "model-00001-of-00002.safetensors"}}
+        (folder / "step-5" / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert "another file" in (await published.event("refused", "step-5"))["message"]
+        (folder / "step-6").mkdir()
+        (folder / "step-6" / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"{} no wts")
+        assert "shorter" in (await published.event("refused", "step-6"))["message"]
         write(folder / "step-1", tensors(9))  # the same number again, with other weights
-        assert "new number" in origin.line("refused")["message"]
-        write(folder / "step-5", tensors(5))
-        assert origin.line()["published"] == 5
+        assert "new number" in (await published.event("refused", "step-1"))["message"]
+        write(folder / "step-0", tensors(9))
+        assert (await published.event("refused", "step-0"))["reason"] == "stale-sequence"
+        write(folder / "step-7", tensors(7))
+        await published.event("published", 7)
+        refused = [event["refused"] for event in published.events if "refused" in event]
+        assert sorted(refused) == sorted(set(refused)), "each is told once"
 
 
-def test_an_adapter_of_mixed_dtypes_that_is_written_again_is_published_again(tmp_path: Path) -> None:
+async def test_an_adapter_of_mixed_dtypes_that_is_written_again_is_published_again(tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     values = {name: torch.from_numpy(value).bfloat16() for name, value in tensors(1).items()}
     values |= {"router.bias": torch.arange(7, dtype=torch.float32), "empty": torch.zeros((0, 3))}
     safetensors.torch.save_file(values, folder / "adapter_model.safetensors")
-    with command("publish", str(folder), "--name", "an adapter") as origin:
-        code = origin.line("code")["code"]
-        assert origin.line("published")["published"] == 0
-        for step in (0, 1):
-            status, got, _ = pull(code, tmp_path / "out")
-            assert (status, got["step"]) == (0, step)
-            loaded = safetensors.torch.load_file(tmp_path / "out" / "latest" / "adapter_model.safetensors")
-            assert loaded.keys() == values.keys()
-            assert all(torch.equal(loaded[name], values[name]) for name in values)
-            os.utime(folder / "adapter_model.safetensors")  # the same weights again are nothing new
-            values["router.bias"] = values["router.bias"] + 1
-            if step == 0:
+    async with publishing_folder(folder) as published:
+        await published.event("published", 0)
+        assert published.share is not None
+        assert published.share.manifest.weights == "adapter_model.safetensors"
+        async with pulling_share(published, tmp_path / "out") as puller:
+            policy = await puller.wait_newer(None, WAIT_S)
+            for step in (1, 2):
+                loaded = safetensors.torch.load_file(policy.directory / "model.safetensors")
+                assert loaded.keys() == values.keys()
+                assert all(torch.equal(loaded[name], values[name]) for name in values)
+                os.utime(folder / "adapter_model.safetensors")  # the same weights again are nothing new
+                await asyncio.sleep(0.5)
+                values["router.bias"] = values["router.bias"] + 1
                 safetensors.torch.save_file(values, folder / "adapter_model.safetensors")
-                assert origin.line("published")["published"] == 1
+                await published.event("published", step)
+                policy = await puller.wait_newer(policy.key, WAIT_S)
+            assert puller.current is not None
+            assert puller.current.step == 2
+
+
+async def test_a_limit_of_bytes_removes_the_oldest_and_a_pinned_step_can_be_had_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpts"
+    write(folder / "step-1", tensors(1, rows=400))
+    one = 8 * 400 * 64 * 4
+    async with publishing_folder(
+        folder,
+        keep_bytes=2 * one,
+        pins=(2,),
+        terms=lambda store, share: Terms(share=share, in_use_s=0.0),
+    ) as published:
+        for step in range(1, 7):
+            write(folder / f"step-{step}", tensors(step, rows=400))
+            await published.event("published", step)
+        assert published.origin is not None
+        store = published.origin.store
+        await published.event("removed", 4)
+        kept = {key[1] for key in store.keys}
+        assert 6 in kept
+        assert 2 in kept
+        assert not kept & {3, 4}
+        assert published.share is not None
+        puller = Puller(published.share.as_run(), lambda: [published.parent], tmp_path / "out")
+        try:
+            policy = await puller.fetch(0, 2, None, WAIT_S)
+            assert same(policy.directory, tensors(2, rows=400))
+        finally:
+            await puller.close()
+
+
+def run_here(*args: str) -> int:
+    """A command in this process, with `--json`."""
+    return main([*args, "--json"])
 
 
 @pytest.mark.parametrize(
@@ -120,7 +228,9 @@ def test_an_adapter_of_mixed_dtypes_that_is_written_again_is_published_again(tmp
         (["pull", "hws1abcdefgh", "d"], 2, "checksum"),
         (["pull", "nowhere.txt", "d"], 2, "neither the code"),
         (["pull"], 2, "the code of a share"),
+        (["pull", "hws1abcdefgh"], 2, "CODE DIR"),
         (["relay"], 2, "the code of a share"),
+        (["publish", "nowhere"], 2, "trainer init"),
         (["publish", ".", "--listen", "0.0.0.0:0"], 2, "--announce"),
         (["publish", ".", "--announce", "ftp://x"], 2, "http://HOST:PORT"),
         (["publish", ".", "--up", "50Mb/s"], 2, "bits or bytes"),
@@ -128,36 +238,59 @@ def test_an_adapter_of_mixed_dtypes_that_is_written_again_is_published_again(tmp
         (["publish", ".", "--quota", "0"], 2, "100GB/day"),
         (["publish", ".", "--allow", "nobody"], 2, "--allow"),
         (["publish", ".", "--tls-cert", "x.pem"], 2, "come together"),
+        (["publish", ".", "--tls-cert", "x.pem", "--tls-key", "y.pem"], 2, "no certificate"),
         (["status", "http://127.0.0.1:9"], 1, "--manifest"),
     ],
 )
 def test_mistakes_get_one_clear_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], code: int, word: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    code: int,
+    word: str,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "checkpoint-1", tensors(1))
-    with command(*args) as done:
-        status, told, error = done.end()
-    assert status == code, error
-    assert word in error
-    assert told["error"]["message"]
-    assert "Traceback" not in error
+    assert run_here(*args) == code
+    printed = capsys.readouterr()
+    assert word in printed.err
+    assert json.loads(printed.out.splitlines()[-1])["error"]["message"]
 
 
-def test_an_address_that_a_code_must_not_name_is_never_connected_to(tmp_path: Path) -> None:
-    share = bytes(32)
-    for url, more in (
+@pytest.mark.parametrize(
+    ("url", "more"),
+    [
         ("http://127.0.0.1:1", ()),
         ("http://10.0.0.1", ()),
+        ("http://localhost:1", ()),
+        ("https://192.168.1.1", ()),
+        ("http://[fd00::1]", ()),
         ("http://169.254.169.254", ("--allow-private",)),
+        ("http://[fd00:ec2::254]", ("--allow-private",)),
         ("http://[::ffff:169.254.169.254]", ("--allow-private",)),
         ("http://[64:ff9b::a9fe:a9fe]:80", ("--allow-private",)),
-    ):
-        code = format_code(ShareCode(share, (ShareSource(url, b"", b"", False),)))
-        with command("pull", code, str(tmp_path / "out"), *more) as done:
-            status, told, _ = done.end()
-        assert (status, told["error"]["code"]) == (1, "not-granted"), url
+        ("http://[2002:a9fe:a9fe::1]:80", ("--allow-private",)),
+        ("http://224.0.0.1", ("--allow-private",)),
+        ("http://0.0.0.0:80", ("--allow-private",)),
+        ("http://2852039166", ("--allow-private",)),
+    ],
+)
+def test_an_address_that_a_code_must_not_name_is_never_connected_to(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    url: str,
+    more: tuple[str, ...],
+) -> None:
+    def connect(*args: object, **options: object) -> None:
+        raise AssertionError(f"connected to {args}")
+
+    monkeypatch.setattr("asyncio.base_events.BaseEventLoop.create_connection", connect)
+    monkeypatch.setattr("asyncio.selector_events.BaseSelectorEventLoop.sock_connect", connect)
+    code = format_code(ShareCode(bytes(32), (ShareSource(url, b"", b"", False),)))
+    assert run_here("pull", code, str(tmp_path / "out"), *more) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"]["code"] in ("not-granted", "unreachable")
 
 
 def test_a_code_holds_whole_or_not_at_all() -> None:
