@@ -237,8 +237,11 @@ class Puller:
                 f"{name} did not arrive within {deadline_s:g} s{self._why()}", ReasonCode.DEADLINE
             ) from exc
 
-    async def fetch(self, epoch: int, step: int, root: bytes, deadline_s: float) -> Policy:
+    async def fetch(self, epoch: int, step: int, root: bytes | None, deadline_s: float) -> Policy:
         """One policy by name, maybe older than `current`.
+
+        Args:
+            root: 32 bytes; None takes what the origin signed.
 
         Raises:
             PublicationError(`hash-mismatch`): the origin published another root at (epoch, step).
@@ -256,7 +259,7 @@ class Puller:
                 f"{publication_name(key)} did not arrive within {deadline_s:g} s{self._why()}", ReasonCode.DEADLINE
             ) from exc
         policy = self._policies[key]
-        if policy.root != root:
+        if root is not None and policy.root != root:
             raise PublicationError(
                 f"{publication_name(key)} was published with root {policy.root.hex()[:16]}, not {root.hex()[:16]}",
                 ReasonCode.HASH_MISMATCH,
