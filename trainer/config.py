@@ -97,7 +97,7 @@ class OriginSection(Section):
     listen: str = "127.0.0.1:4803"
     """HOST:PORT."""
     open: bool = False
-    """Serve whoever asks. Otherwise only whom the coordinator sends there: the first relay and the validators."""
+    """Serve whoever asks. Otherwise only whom the coordinator sends there: the first two relays and the validators."""
     codec: str = Field(default="gaps", pattern="^(gaps|classes|anchor|raw)$")
     """How weights travel, always without loss: `gaps` (patches where they pay), `classes` (patches a third shorter for
     more CPU: below 50 MB/s, or where egress is paid), `anchor` (every policy coded by itself), `raw`."""

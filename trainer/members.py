@@ -40,6 +40,8 @@ from trainer.quotas import JoinBudget
 REPROVE_S = 600.0
 RETRY_S = 2.0
 PROBE_S = 5.0
+UPLINK_S = 600.0
+"""What a relay sent at its fastest counts for this long, and then for as long again."""
 MAX_CHALLENGE_BYTES = 4 * KIB
 RESOLVERS = 4
 """Threads that ask for names. They are its own: a name whose server stays silent holds one for half a minute, and on
@@ -63,6 +65,10 @@ class Session:
     """Seconds a validator takes from a job's delivery to its verdict: a running mean of about the last eight."""
     lag: int = 0
     """Steps it was behind the newest policy when it last said what it holds."""
+    uplinks: tuple[float, float] = (0.0, 0.0)
+    """Most bytes of weights a second that a relay says it sent between two heartbeats: in this `UPLINK_S`, and in the
+    one before."""
+    uplinks_since: float = 0.0
 
 
 @dataclass
@@ -201,7 +207,8 @@ class Members:
         if any(proof.address for _, proof in proofs):
             age = math.inf  # it was there: now that it is gone nobody waits for it
         proven = next((url for url, proof in proofs if proof.proven), "") if self.live(relay) else ""
-        return Seen(proven, age, session.lag)
+        address = next((proof.address for url, proof in proofs if url == proven), "")
+        return Seen(proven, age, session.lag, max(session.uplinks), address)
 
     # --- answering ------------------------------------------------------------------------------------------------
 
@@ -240,11 +247,13 @@ class Members:
         )
 
     async def heartbeat(self, member: Member, beat: Heartbeat, attachment: bytes) -> HeartbeatReply:
+        before = self.sessions[member.envelope.signer].heard if member.envelope.signer in self.sessions else 0.0
         node = self.require(member)
         if node.role == "relay" and not any(key == node.key for key, _ in self.proofs):
             self._register_addresses(node.key, self._joined(node.key).addresses)
         session = self.sessions[node.key]
         session.step, session.activity, session.done = beat.step, beat.activity[:64], beat.done
+        self._measure(session, before, beat.sent)
         session.sent = beat.sent
         newest = self.book.state.newest_policy
         session.lag = 0 if newest is None else max(0, newest.step - beat.step)
@@ -262,6 +271,14 @@ class Members:
             tree=self.book.tree_head(),
             passes=self.passes(node),
         )
+
+    def _measure(self, session: Session, before: float, sent: int) -> None:
+        """Take in how much a relay sent since it was last heard from, at `before`."""
+        if session.heard - session.uplinks_since >= UPLINK_S:
+            session.uplinks, session.uplinks_since = (0.0, session.uplinks[0]), session.heard
+        if session.sent and session.heard > before:
+            rate = max(0, sent - session.sent) / (session.heard - before)
+            session.uplinks = (max(session.uplinks[0], rate), session.uplinks[1])
 
     def _check_join(self, member: Member, request: JoinRequest) -> None:
         key = member.envelope.signer

@@ -14,7 +14,6 @@ Not covered: what a stamp is (`shardcast.stamps`), and what the fold makes of th
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from protocol.state import NodeState
 from trainer.book import Book
 from trainer.members import Members
 from trainer.news import News
+from trainer.parents import network_of
 
 NETWORKS = 3
 """Networks that must complain before a relay without proof against it is left out. Fewer lets one person do it."""
@@ -129,13 +129,3 @@ class Reports:
         if reporter.role in ("validator", "relay"):
             return self.members.granted(reporter.key, reporter.role)
         return reporter.state == "active"
-
-
-def network_of(address: str | None) -> str | None:
-    """The network an address counts for: its first 16 bits (IPv4) or 32 bits (IPv6), of which one person rarely has
-    three. None for no address."""
-    try:
-        found = ipaddress.ip_address(address or "")
-    except ValueError:
-        return None
-    return str(ipaddress.ip_network((found, 16 if found.version == 4 else 32), strict=False))
