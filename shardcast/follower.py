@@ -35,7 +35,7 @@ from shardcast.download import Download, Place, Sink
 from shardcast.earlier import ENDS, blame_thief, frames_taken, vouched_frames
 from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
 from shardcast.focus import Candidate, Track, choose_focus
-from shardcast.gathering import gather_records
+from shardcast.gathering import first_blob, gather_records
 from shardcast.heads import SeenHeads, publication_name
 from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, SPARE_LOOK_S, WATCHED_SOURCES
 from shardcast.named import ByName, Wanted
@@ -242,7 +242,10 @@ class Follower:
     def _reconcile(self) -> None:
         """One watcher for each of the first sources; none for those that are no longer named."""
         self._choose_first()
-        wanted = [source.address for source, _ in self.sources()][:WATCHED_SOURCES]
+        named = [source.address for source, _ in self.sources()]
+        for address in [one for one, (_, health) in self._known.items() if one not in named and not health.lied]:
+            self._known.pop(address)[0].stop()  # a relay that starts again at another address leaves nothing behind
+        wanted = named[:WATCHED_SOURCES]
         for address in list(self._watchers):
             if address not in wanted:
                 self._watchers.pop(address).cancel()
@@ -483,13 +486,7 @@ class Follower:
 
     async def blob(self, digest: bytes, limit: int) -> bytes:
         """A verified blob from the first source that has it. Raises SourceError when none has it now."""
-        failure = SourceError("(no source)", f"blob {digest.hex()[:16]} is not to be had", ReasonCode.RECORD_MISSING)
-        for source, _ in self.sources():
-            try:
-                return await source.blob(digest, limit)
-            except SourceError as exc:
-                failure = exc
-        raise failure
+        return await first_blob([source for source, _ in self.sources()], digest, limit)
 
     # --- fetching --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-from protocol.errors import DecodeError, EnvelopeError
+from protocol.errors import DecodeError, EnvelopeError, ReasonCode
 from protocol.manifest import Run
 from shardcast.earlier import blame_thief, frames_taken
 from shardcast.errors import ForkError, PublicationError, SourceError
@@ -58,6 +58,17 @@ async def gather_records(
                 return
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, _PAUSE_MAX_S)
+
+
+async def first_blob(sources: Sequence[Source], digest: bytes, limit: int) -> bytes:
+    """A verified blob from the first source that has it. Raises SourceError when none has it now."""
+    failure = SourceError("(no source)", f"blob {digest.hex()[:16]} is not to be had", ReasonCode.RECORD_MISSING)
+    for source in sources:
+        try:
+            return await source.blob(digest, limit)
+        except SourceError as exc:
+            failure = exc
+    raise failure
 
 
 async def _from(source: Source, publication: Publication, run: Run, seen: SeenHeads) -> None:
