@@ -120,7 +120,7 @@ def test_an_origin_with_a_coordinator_beside_it_serves_only_whom_that_sends_unle
     [
         (["publish", "nowhere"], 2, "trainer init"),
         (["pull", "--manifest", "none.hw", "--source", "http://x", "--store", "s"], 2, "manifest.hw"),
-        (["status", "http://127.0.0.1:9"], 2, "--manifest"),
+        (["status", "http://127.0.0.1:9"], 1, "--manifest"),
         (["relay", "--manifest", "none.hw", "--source", "http://x", "--store", "s"], 2, "manifest.hw"),
     ],
 )

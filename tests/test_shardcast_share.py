@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ import torch
 from protocol.errors import ManifestError, ReasonCode
 from protocol.identity import Identity
 from shardcast import checkpoints
-from shardcast.cli import main
+from shardcast.cli import _parser, main
 from shardcast.folder import FolderOrigin
 from shardcast.origin import Origin
 from shardcast.passes import Parent
@@ -365,3 +366,16 @@ def test_an_index_names_files_of_its_folder_only(tmp_path: Path) -> None:
     for name in ("../../etc/passwd.safetensors", "/etc/x.safetensors", "a/b.safetensors"):
         (tmp_path / "checkpoint-1" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         assert checkpoints.find(tmp_path, 0.0) == []
+
+
+def test_every_command_line_of_the_quickstart_can_be_typed() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "quickstart-move.md").read_text()
+    lines = [line.split() for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    assert {line[1] for line in lines} == {"publish", "pull", "relay", "status"}
+    for line in lines:
+        _parser().parse_args(line[1:])
+    for option in re.findall(r"`(--[a-z-]+)", text):
+        assert option in _parser().format_help() + "".join(
+            sub.format_help()
+            for sub in _parser()._subparsers._group_actions[0].choices.values()  # type: ignore[union-attr]
+        ), option
