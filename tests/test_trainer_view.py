@@ -315,7 +315,7 @@ def test_status_as_json_tells_who_waits_for_what() -> None:
 SUMMARY: dict[str, Any] = {
     "steps": 150, "reward_first": 0.12, "reward_last": 0.88, "seconds": 107.0, "honest_verified": 21220,
     "honest_rejected": 0, "rollouts_accepted": 21224, "bytes_sent": 1 << 30, "peak_pss_mib": 3586.0,
-    "rollouts_pending": 2, "rollouts_inconclusive": 0,
+    "bytes_full": 1 << 31, "rollouts_pending": 2, "rollouts_inconclusive": 0,
     "cheats": {
         "small-model": {"submitted": 4, "dishonest": 4, "caught": 4, "first_caught_after_tokens": 5,
                         "node_state": "suspended"},
@@ -337,6 +337,7 @@ def test_the_summary_can_be_read_and_its_commands_copied(tmp_path: Path) -> None
     assert "dishonest    1 of 2 caught and suspended" in lines
     assert any("small-model  4 of 4 dishonest rollouts caught, after 5 tokens" in line for line in lines)
     assert any("replay       sent nothing; the node is never joined" in line for line in lines)
+    assert any("1.1 GB of weights sent (0.50 of full)" in line for line in lines)
     assert any("2 rollouts open" in line for line in lines)
     assert sum(line.startswith("  ") and not line.startswith("   ") for line in lines) == 5, "2 fates, 3 commands"
     assert "\x1b" not in out.getvalue()

@@ -52,7 +52,9 @@ def summary_lines(summary: Mapping[str, Any], run: str) -> list[Line]:
         out = fate["node_state"] == "suspended"
         lines.append([("  ✗ " if out else "  ● ", "bad"), (f"{kind:<{width}}  ", "bad"), (_fate(fate), "")])
     sent, peak = size(int(summary["bytes_sent"])), float(summary["peak_pss_mib"]) / 1024
-    lines.append(_fact("cost", [(f"{sent} of weights sent, {peak:.1f} GiB of memory at the peak, all together", "")]))
+    full = int(summary["bytes_full"])
+    share = f" ({int(summary['bytes_sent']) / full:.2f} of full)" if full else ""
+    lines.append(_fact("cost", [(f"{sent} of weights sent{share}, {peak:.1f} GiB of memory at peak", "")]))
     left = {"open": summary["rollouts_pending"], "undecided": summary["rollouts_inconclusive"]}
     if any(left.values()):
         lines.append(

@@ -12,7 +12,6 @@
     gaps        gaps and small differences: the usual patch
     classes     gaps that count only items of like exponent: half as long, for thin links
     planes      byte planes: anchors, and patches in which everything changed
-    skips       which patches and anchors lead from one policy to another
     streams     the byte streams all of these are made of; zstd
     compiled    when inner loops are compiled
     kernels     the compiled loops
