@@ -48,31 +48,43 @@ class TimedFile(web.StreamResponse):
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         left_s = HEADER_DEADLINE_S + self._size / MINIMUM_RATE_BYTES_S
-        now = asyncio.get_running_loop().time
         try:
-            start = now()
+            if self._up is not None:
+                return await self._in_pieces(request, self._up, left_s)
             async with asyncio.timeout(left_s):
                 writer = await super().prepare(request)
-            left_s -= now() - start
-            at = 0
-            while at < self._size:
-                piece = self._size - at if self._up is None else min(self._size - at, self._up.piece_bytes)
-                if self._up is not None:
-                    await asyncio.sleep(self._up.take(piece))
-                if request.transport is None:
-                    raise ConnectionResetError("the receiver is gone")
-                start = now()
-                async with asyncio.timeout(max(0.0, left_s)):
-                    await asyncio.get_running_loop().sendfile(request.transport, self._file, at, piece)
-                left_s -= now() - start
-                at += piece
-            async with asyncio.timeout(HEADER_DEADLINE_S):
+                await self._send(request, 0, self._size)
                 await super().write_eof()
-            return writer
+                return writer
         except TimeoutError as exc:
             raise _too_slow(request) from exc
         finally:
             self._file.close()
+
+    async def _in_pieces(self, request: web.BaseRequest, up: Bucket, left_s: float) -> AbstractStreamWriter | None:
+        """The same under a limit: only what is not spent waiting for it counts against the receiver."""
+        now = asyncio.get_running_loop().time
+        start = now()
+        async with asyncio.timeout(left_s):
+            writer = await super().prepare(request)
+        left_s -= now() - start
+        for at in range(0, self._size, up.piece_bytes):
+            piece = min(up.piece_bytes, self._size - at)
+            await asyncio.sleep(up.take(piece))
+            start = now()
+            async with asyncio.timeout(max(0.0, left_s)):
+                await self._send(request, at, piece)
+            left_s -= now() - start
+        async with asyncio.timeout(HEADER_DEADLINE_S):
+            await super().write_eof()
+        return writer
+
+    async def _send(self, request: web.BaseRequest, at: int, count: int) -> None:
+        """`count` bytes from `at`. The caller holds the deadline."""
+        if request.transport is None:
+            raise ConnectionResetError("the receiver is gone")
+        if count:
+            await asyncio.get_running_loop().sendfile(request.transport, self._file, at, count)
 
 
 class Answer(web.Response):

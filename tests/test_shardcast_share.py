@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from protocol.errors import ManifestError, ReasonCode
 from protocol.identity import Identity
+from protocol.manifest import ModelFile
 from shardcast import checkpoints
 from shardcast.cli import _parser, main
 from shardcast.folder import FolderOrigin
@@ -217,6 +219,26 @@ async def test_a_limit_of_bytes_removes_the_oldest_and_a_pinned_step_can_be_had_
             await puller.close()
 
 
+async def test_a_puller_asks_no_private_address_unless_it_is_wished_for(tmp_path: Path) -> None:
+    """Names and numbers of this machine, in a code or a plan: a stranger wrote them."""
+    folder = tmp_path / "ckpts"
+    write(folder / "step-1", tensors(1))
+    async with publishing_folder(folder) as published:
+        await published.event("published", 1)
+        assert published.share is not None
+        assert published.origin is not None
+        run = published.share.as_run(allow_private=False)
+        for host in ("127.0.0.1", "localhost"):
+            parent = replace(published.parent, url=published.parent.url.replace("127.0.0.1", host))
+            puller = Puller(run, lambda parent=parent: [parent], tmp_path / host)  # type: ignore[misc]
+            task = asyncio.create_task(puller.run_forever())
+            await until(lambda p=puller: bool(p.problems), "the refusal")  # type: ignore[misc]
+            assert puller.problems[parent.url].code == ReasonCode.NOT_GRANTED
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert published.origin.server.counters.table()["children"] == 0
+
+
 def run_here(*args: str) -> int:
     """A command in this process, with `--json`."""
     return main([*args, "--json"])
@@ -317,10 +339,6 @@ def test_a_manifest_is_its_own_keys_and_names_no_file_outside() -> None:
     assert caught.value.code == ReasonCode.WRONG_RUN
     with pytest.raises(ManifestError):  # signed by somebody else
         make_share(Identity.generate(), good, 1)
-    from dataclasses import replace
-
-    from protocol.manifest import ModelFile
-
     for name in ("../x.json", "a/b.json", "model.safetensors", "run.py"):
         with pytest.raises(ManifestError):
             make_share(identity, replace(good, files=(ModelFile(name, 1, bytes(32)),)), 1)
