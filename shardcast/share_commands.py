@@ -71,7 +71,7 @@ async def publish_folder(args: argparse.Namespace) -> int:
         return terms[-1]
 
     def opened(share: Share, origin: Origin) -> None:
-        code = _code_of(args, share, origin.server.url, share.manifest.origin, terms[-1])
+        code = code_of(args, share, origin.server.url, share.manifest.origin, terms[-1])
         (folder.state / CODE_FILE).write_text(code + "\n")
         say(
             args,
@@ -116,7 +116,7 @@ def check_reachable(listen: str, announce: list[str], cache: list[str]) -> None:
             raise UsageError(f"{exc}; a code names http://HOST:PORT or https://HOST:PORT") from exc
 
 
-def _code_of(args: argparse.Namespace, share: Share, url: str, key: bytes, terms: Terms, more: Any = ()) -> str:
+def code_of(args: argparse.Namespace, share: Share, url: str, key: bytes, terms: Terms, more: Any = ()) -> str:
     """The code for whoever pulls from here: caches first, then this server, then `more`."""
     from protocol.limits import MAX_ADDRESSES
     from shardcast.share import ShareCode, ShareSource, format_code
@@ -414,7 +414,7 @@ async def relay_share(args: argparse.Namespace) -> int:
     )
     try:
         await relay.start()
-        own = _code_of(args, share, relay.url, identity.public, terms, code.sources)
+        own = code_of(args, share, relay.url, identity.public, terms, code.sources)
         say(args, f"relaying at {relay.url}\n\n    shardcast pull {own} DIR\n", url=relay.url, code=own)
         following = asyncio.create_task(relay.run_forever())
         retained = 0.0
@@ -423,14 +423,15 @@ async def relay_share(args: argparse.Namespace) -> int:
             give_up_if_refused(relay.problems, [parent.url for parent in parents])
             if args.keep_bytes and time.monotonic() - retained > _RETAIN_S:
                 retained = time.monotonic()
-                await _retain(args, relay)
+                await retain(args, relay)
         following.result()
     finally:
         await relay.close()
     return 0
 
 
-async def _retain(args: argparse.Namespace, relay: RelayServer) -> None:
+async def retain(args: argparse.Namespace, relay: RelayServer) -> None:
+    """Remove what is over `--keep-bytes` at a relay, and say so."""
     from shardcast.amounts import parse_bytes
     from shardcast.retention import folder_bytes, to_remove
 

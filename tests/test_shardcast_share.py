@@ -20,7 +20,7 @@ import torch
 from protocol.errors import ManifestError, ReasonCode
 from protocol.identity import Identity
 from protocol.manifest import ModelFile
-from shardcast import checkpoints
+from shardcast import checkpoints, share_commands
 from shardcast.cli import _parser, main
 from shardcast.folder import FolderOrigin
 from shardcast.origin import Origin
@@ -35,9 +35,11 @@ from shardcast.share import (
     format_code,
     make_share,
     open_share,
+    parents_in,
     parse_code,
 )
 from shardcast.terms import Terms
+from shardcast.tls import own_certificate
 from tests.shardcast_run import WAIT_S, until
 from tests.share_rig import same, tensors, write
 
@@ -217,6 +219,48 @@ async def test_a_limit_of_bytes_removes_the_oldest_and_a_pinned_step_can_be_had_
             assert same(policy.directory, tensors(2, rows=400))
         finally:
             await puller.close()
+
+
+async def test_older_checkpoints_are_published_when_they_are_asked_for_and_kept_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpts"
+    for step in (1, 2, 3):
+        write(folder / f"step-{step}", tensors(step))
+    async with publishing_folder(folder, state=tmp_path / "a") as published:
+        await published.event("published", 3)
+        assert [event["refused"] for event in published.events if "refused" in event] == ["step-1", "step-2"]
+    async with publishing_folder(folder, state=tmp_path / "b", everything=True, name="all of them") as published:
+        await published.event("published", 3)
+        assert [event["published"] for event in published.events if "published" in event] == [1, 2, 3]
+        assert published.share is not None
+        assert published.share.manifest.name == "all of them"
+    assert not (folder / ".shardcast").exists()
+
+
+def test_a_code_names_caches_first_then_this_server_as_others_reach_it_then_where_it_pulls_itself(
+    tmp_path: Path,
+) -> None:
+    certificate = own_certificate(tmp_path)
+    key, upstream = bytes([1]) * 32, ShareSource("http://up.example:1", bytes(32), b"", False)
+    share = make_share(
+        identity := Identity.generate(),
+        ShareManifest("x", 1, identity.public, bytes(32), "model.safetensors", ()),
+        1,
+    )
+    args = _parser().parse_args(
+        ["relay", "CODE", "--cache", "http://cache.example", "--announce", "https://me.example:5", "--tls"]
+    )
+    code = parse_code(
+        share_commands.code_of(args, share, "https://10.0.0.1:5", key, Terms(certificate=certificate), [upstream])
+    )
+    assert code.share == share.id
+    assert code.sources == (
+        ShareSource("http://cache.example", b"", b"", True),
+        ShareSource("https://me.example:5", key, certificate.pin, False),
+        upstream,
+    )
+    cache, own, _ = parents_in(code)
+    assert (cache.cached, cache.key) == (True, b"")
+    assert (own.cached, own.key, own.pin) == (False, key, certificate.pin)
 
 
 async def test_a_puller_asks_no_private_address_unless_it_is_wished_for(tmp_path: Path) -> None:

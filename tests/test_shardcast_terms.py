@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import hashlib
+import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,11 +21,13 @@ from hypothesis import strategies as st
 from protocol.errors import EnvelopeError, ReasonCode, UsageError
 from protocol.identity import Identity
 from protocol.sequences import Sequences
+from shardcast import share_commands
 from shardcast.allow import KeyCheck, KeyPresenter, read_allow
 from shardcast.amounts import parse_bytes, parse_quota, parse_rate
+from shardcast.gate import CappedServer
 from shardcast.origin import Origin
 from shardcast.passes import PASS_HEADER, Parent
-from shardcast.quotas import DAY_S, MAX_PREFIXES, Quota, prefix_of
+from shardcast.quotas import DAY_S, Quota, prefix_of
 from shardcast.rates import BURST_S, Bucket
 from shardcast.retention import to_remove
 from shardcast.server import wall_clock_ms
@@ -36,6 +40,7 @@ from tests.shardcast_run import (
     MadeRun,
     holds,
     make_run,
+    publishing,
     pulling,
     relaying,
     until,
@@ -158,11 +163,13 @@ def test_a_quota_is_a_networks_and_a_days(tmp_path: Path) -> None:
     assert quota.wait_s("203.0.113.1") == 0
 
 
-def test_strangers_cannot_fill_the_memory_with_networks(tmp_path: Path) -> None:
+def test_strangers_cannot_fill_the_memory_with_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardcast.quotas.MAX_PREFIXES", 50)
     quota = Quota(10, None, lambda: 0.0)
-    for number in range(MAX_PREFIXES + 100):
-        quota.count(f"{number >> 16}.{number >> 8 & 255}.{number & 255}.1", 1)
-    assert len(quota._used) <= MAX_PREFIXES + 1
+    for number in range(200):
+        quota.count(f"0.{number}.0.1", 1)
+    assert len(quota._used) <= 51
+    assert quota.wait_s("0.199.0.1") == DAY_S, "those that came later share one count"
     assert quota.wait_s("0.0.0.1") == 0
     assert prefix_of("no address") == "no address"
 
@@ -302,6 +309,7 @@ def test_a_certificate_is_pinned_by_its_hash_or_refused(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="another certificate") as caught:
             check_pin(shown, made.pin, "x")
         assert caught.value.code == ReasonCode.BAD_SIGNATURE  # type: ignore[attr-defined]
+    assert load_certificate(tmp_path / "tls-certificate.pem", tmp_path / "tls-key.pem").pin == made.pin
     with pytest.raises(UsageError):
         load_certificate(tmp_path / "tls-key.pem", tmp_path / "tls-certificate.pem")
     with pytest.raises(UsageError):
@@ -313,10 +321,17 @@ async def test_half_a_handshake_holds_a_place_no_longer_than_half_a_header(
 ) -> None:
     monkeypatch.setattr("shardcast.gate.HEADER_DEADLINE_S", 0.5)
     monkeypatch.setattr("shardcast.gate.MAX_CONNECTIONS_PER_ADDRESS", 3)
+    entered: list[CappedServer] = []
+    real = CappedServer.enter
+    monkeypatch.setattr(
+        CappedServer, "enter", lambda self, who, transport: entered.append(self) or real(self, who, transport)
+    )
     certificate = own_certificate(tmp_path / "tls")
     async with serving(small, Terms(certificate=certificate)) as origin:
         host, port = origin.server.url.removeprefix("https://").split(":")
         held = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        await until(lambda: len(entered) >= 5, "the connections")
+        assert entered[0].turned_away == 2, "a handshake that was not even begun counts"
         for number, words in enumerate((b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n", b"", b"")):
             with contextlib.suppress(ConnectionError):
                 held[number][1].write(words)
@@ -345,6 +360,26 @@ def test_the_oldest_are_removed_but_never_the_newest_a_pinned_or_a_used_one() ->
     bases = {(0, step): (0, step - 1) if step % 3 else None for step in range(6)}
     assert to_remove(sizes, 1, (2,), bases=bases) == [(0, 3), (0, 4)]  # what a pinned one applies to is kept with it
     assert to_remove({}, 1, ()) == []
+
+
+async def test_a_relay_with_a_limit_of_bytes_still_serves_what_it_keeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_run(tmp_path / "run", SMALL_SHAPES)
+    args = argparse.Namespace(keep_bytes="1", pin=[1], json=True)
+    async with (
+        publishing(made) as origin,
+        relaying(made, [origin.server.url], tmp_path / "relay", keep=100, terms=Terms(in_use_s=0.0)) as relay,
+    ):
+        for step in range(4):
+            write_checkpoint(made.directory, 0, step, SMALL_SHAPES, seed=step)
+            await until(lambda step=step: (0, step) in relay.store.keys, "the step")  # type: ignore[misc]
+        await share_commands.retain(args, relay)
+        assert relay.store.keys == [(0, 1), (0, 3)]
+        assert [json.loads(line)["removed"] for line in capsys.readouterr().out.splitlines()] == [0, 2]
+        async with pulling(made, [relay.url], tmp_path / "a") as puller:
+            assert holds(await puller.wait_newer(None, WAIT_S), SMALL_SHAPES, seed=3)
+            assert holds(await puller.fetch(0, 1, None, WAIT_S), SMALL_SHAPES, seed=1)
 
 
 async def test_what_somebody_downloads_counts_as_used(small: MadeRun) -> None:
