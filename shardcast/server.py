@@ -186,9 +186,13 @@ class WeightsServer:
             self._save()
 
     def _save(self) -> None:
-        self.counters.save()
-        if self._terms.quota is not None:
-            self._terms.quota.save()
+        """Keep the numbers. They are for people: a disk that is full must not hide, at `close`, whom it stopped."""
+        try:
+            self.counters.save()
+            if self._terms.quota is not None:
+                self._terms.quota.save()
+        except OSError as exc:
+            log.warning("what was sent could not be noted down: %s", exc)
 
     def in_use(self, key: Key) -> bool:
         """Whether somebody is downloading a publication, as far as can be seen: it must not be removed now."""
