@@ -4,7 +4,7 @@ A policy that is on disk is what a publication's frames change; with an older on
 for (`asks`). Each shard is decoded into memory of its own and hashed before it is written. The file has no header until
 all of them are there, so nothing can load it before.
 
-Memory: the old and the new bytes of a shard for each of `DECODED_AT_ONCE` shards of this process, beside what arrived.
+Memory: the old and the new bytes of one shard (`states.working`), beside what arrived.
 Not covered: which policies there are (`puller`).
 """
 
@@ -26,15 +26,10 @@ from shardcast.errors import CodecError, PublicationError, StoreError, WrongBody
 from shardcast.limits import WIRE_SLACK_BYTES
 from shardcast.publication import Key, Publication
 from shardcast.records import NO_HASH, ShardRecord
-from shardcast.states import Segments, is_frame
+from shardcast.states import Segments, is_frame, working
 from shardcast.store import remove_folder
 
 WEIGHTS_NAME = "model.safetensors"
-
-DECODED_AT_ONCE = 2
-"""More would use more cores, and 16 MiB of memory each."""
-
-_turn = threading.BoundedSemaphore(DECODED_AT_ONCE)
 
 
 def shard_ask(key: Key, record: ShardRecord) -> Ask:
@@ -172,7 +167,7 @@ class PolicySink:
         if ask.digest is not None and not is_frame(record):
             write_region(self._descriptor(), start, body)
             return True
-        with _turn:
+        with working:
             old: bytes | None = None
             state = ask.old if ask.digest is None else record.old_hash
             if state != NO_HASH and _is_patch(body):

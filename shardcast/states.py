@@ -11,7 +11,7 @@ A server holds few states whole. The origin keeps its newest checkpoints open (`
 oldest publication it keeps applies to (`StateFolder`): everything newer follows from frames. What was made is kept in
 a folder of bounded size, so that many joiners cost one encoding, and is sent from there by sendfile.
 
-Memory: one shard's old and new bytes for each of `MADE_AT_ONCE` requests; the others wait, `MAX_WAITING` at most.
+Memory: one shard's old and new bytes, and what coding it takes; other requests wait, `MAX_WAITING` at most.
 Not covered: who may ask (`server`), fetching (`policy_sink`, `store_sink`).
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,12 +42,17 @@ from shardcast.store import Store, read_bounded
 MAX_HOPS = 64
 """Publications that one answer may span. With more a request of a hundred bytes costs more than an anchor."""
 
-MADE_AT_ONCE = 2
+MADE_AT_ONCE = 1
 MAX_WAITING = 64
 """Requests that wait for their turn; beyond it a joiner is sent elsewhere."""
 
 MADE_BYTES = 512 * MIB
 """What is kept of what was made. Less than one policy, and joiners that come together each cost an encoding."""
+
+
+working = threading.BoundedSemaphore(1)
+"""Held while one shard is coded or decoded by a process that serves or pulls: each takes up to four times its length of
+memory, and one at a time is faster than any link."""
 
 
 def is_frame(record: ShardRecord) -> bool:
@@ -330,7 +336,8 @@ class StateMaker:
 
     def _write(self, name: str, work: Callable[[], bytes]) -> int:
         try:
-            frame = work()
+            with working:
+                frame = work()
         except CodecError as exc:
             raise StoreError(f"a frame that was verified does not decode: {exc}", exc.code) from exc
         self._folder.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ from shardcast.errors import CodecError, PublicationError, StoreError, WrongBody
 from shardcast.policy_sink import decoded, shard_ask, state_asks
 from shardcast.publication import Key, Publication
 from shardcast.records import NO_HASH, ShardRecord
-from shardcast.states import StateFolder, StateMaker, Way, find_way, kept_states, shard_records
+from shardcast.states import StateFolder, StateMaker, Way, find_way, kept_states, shard_records, working
 from shardcast.store import Feed, Store, hash_file, write_file
 
 
@@ -81,7 +81,8 @@ class RelayStates(StateMaker):
 
     def _keep(self, way: Way, index: int) -> None:
         try:
-            self.held.put(way.state, way.make(self.held, self.segments(index)))
+            with working:
+                self.held.put(way.state, way.make(self.held, self.segments(index)))
         except ProtocolError:  # damaged: then it is asked for when the next publication finds it missing
             self.lost(way.state)
 
@@ -124,6 +125,10 @@ class StoreSink:
             write_file(aside, body, durable=False)
             aside.replace(place)
             return self._whole(record)
+        with working:
+            return self._take_state(record, ask, body)
+
+    def _take_state(self, record: ShardRecord, ask: Ask, body: memoryview) -> bool:
         old = self._own(record.index, ask.old) if ask.old != NO_HASH else None
         segments = self._states.segments(record.index)
         try:

@@ -13,6 +13,8 @@ Shapes: N items of a segment, W bytes of each; planes go from the highest byte t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
 from shardcast.codecs import compiled
@@ -21,6 +23,9 @@ from shardcast.codecs.streams import U8, Reader, Writer
 
 _SPLIT_NS = 1.0
 """What numpy takes for a byte of items."""
+
+_PIECE = 64 * 1024
+"""Items that numpy takes on at a time."""
 
 
 def turn(item_N: Items) -> Items:
@@ -41,7 +46,7 @@ def write_anchor(writer: Writer, new_N: Items, floats: bool) -> None:
             for plane_N in loop(new_N):
                 _put(writer, plane_N)
             return
-    _write(writer, turn(new_N) if floats else new_N)
+    _write(writer, new_N, turn if floats else None)
 
 
 def read_anchor(reader: Reader, out_N: Items, floats: bool) -> None:
@@ -54,11 +59,12 @@ def read_anchor(reader: Reader, out_N: Items, floats: bool) -> None:
             return
     _join(planes_WN, out_N)
     if floats:
-        out_N[:] = turn_back(out_N)
+        for piece in _pieces(len(out_N)):
+            out_N[piece] = turn_back(out_N[piece])
 
 
 def write_differences(writer: Writer, old_N: Items, new_N: Items) -> None:
-    _write(writer, zigzag(old_N, new_N))
+    _write(writer, zigzag(old_N, new_N), None)
 
 
 def read_differences(reader: Reader, old_N: Items, out_N: Items) -> None:
@@ -67,10 +73,21 @@ def read_differences(reader: Reader, old_N: Items, out_N: Items) -> None:
     out_N[:] = unzigzag(old_N, out_N)
 
 
-def _write(writer: Writer, item_N: Items) -> None:
-    bytes_NW = item_N.view(np.uint8).reshape(len(item_N), item_N.itemsize)
-    for place in range(item_N.itemsize - 1, -1, -1):
-        _put(writer, np.ascontiguousarray(bytes_NW[:, place]))
+def _write(writer: Writer, item_N: Items, change: Callable[[Items], Items] | None) -> None:
+    """Every plane of the items. change: made of each item first."""
+    planes_WN = [np.empty(len(item_N), dtype=np.uint8) for _ in range(item_N.itemsize)]
+    for piece in _pieces(len(item_N)):
+        changed_N = np.ascontiguousarray(item_N[piece] if change is None else change(item_N[piece]))
+        bytes_NW = changed_N.view(np.uint8).reshape(-1, item_N.itemsize)
+        for plane_N, place in zip(planes_WN, range(item_N.itemsize - 1, -1, -1), strict=True):
+            plane_N[piece] = bytes_NW[:, place]
+    for plane_N in planes_WN:
+        _put(writer, plane_N)
+
+
+def _pieces(items: int) -> Iterator[slice]:
+    """So that what numpy sets aside stays in the processor's cache, and is no second and third shard in memory."""
+    return (slice(at, at + _PIECE) for at in range(0, items, _PIECE))
 
 
 def _put(writer: Writer, plane_N: U8) -> None:
