@@ -21,6 +21,7 @@ from protocol.errors import ManifestError, ReasonCode
 from protocol.identity import Identity
 from protocol.manifest import ModelFile
 from shardcast import checkpoints, share_commands
+from shardcast.addresses import may_connect
 from shardcast.cli import _parser, main
 from shardcast.folder import FolderOrigin
 from shardcast.origin import Origin
@@ -357,7 +358,40 @@ def test_an_address_that_a_code_must_not_name_is_never_connected_to(
     monkeypatch.setattr("asyncio.selector_events.BaseSelectorEventLoop.sock_connect", connect)
     code = format_code(ShareCode(bytes(32), (ShareSource(url, b"", b"", False),)))
     assert run_here("pull", code, str(tmp_path / "out"), *more) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"]["code"] in ("not-granted", "unreachable")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"]["code"] == "not-granted"
+
+
+@pytest.mark.parametrize(
+    ("ip", "alone", "wished_for"),
+    [
+        ("8.8.8.8", True, True),
+        ("2606:4700::1111", True, True),
+        ("::ffff:8.8.8.8", True, True),
+        ("127.0.0.1", False, True),
+        ("10.1.2.3", False, True),
+        ("100.64.0.1", False, True),
+        ("fd00::1", False, True),
+        ("::1", False, True),
+        ("169.254.169.254", False, False),
+        ("::ffff:169.254.169.254", False, False),
+        ("64:ff9b::a9fe:a9fe", False, False),
+        ("64:ff9b::7f00:1", False, True),
+        ("2002:a9fe:a9fe::1", False, False),
+        ("fe80::1", False, False),
+        ("fd00:ec2::254", False, False),
+        ("100.100.100.200", False, False),
+        ("224.0.0.1", False, False),
+        ("ff02::1", False, False),
+        ("0.0.0.0", False, False),
+        ("::", False, False),
+        ("240.0.0.1", False, False),
+        ("255.255.255.255", False, False),
+        ("no address", False, False),
+    ],
+)
+def test_where_an_address_that_somebody_else_wrote_may_lead(ip: str, alone: bool, wished_for: bool) -> None:
+    assert may_connect(ip, allow_private=False) == alone
+    assert may_connect(ip, allow_private=True) == wished_for
 
 
 def test_a_code_holds_whole_or_not_at_all() -> None:
