@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -155,8 +156,8 @@ def one_chain(folder: Path, weights: Weights, hops: int) -> tuple[float, float]:
         above = origin.wait("ready", START_S)
         chain = []
         for host in hosts[1:]:
-            listen = ("--listen", f"{net.address(host)}:0")
-            chain.append(start_pull(actors, host, run_dir, [above], *listen, kind="relay"))
+            address = f"{net.address(host)}:0"
+            chain.append(start_pull(actors, host, run_dir, [above], "--listen", address, kind="relay"))
             above = chain[-1].events["ready"]
         chain.append(start_pull(actors, "leaf", run_dir, [above]))
         time.sleep(_SETTLE_S)
@@ -221,8 +222,8 @@ def one_storm(folder: Path, weights: Weights) -> dict[str, Any]:
         publish_checkpoint(run_dir, weights)
         relays = []
         for host in hosts:
-            listen = ("--listen", f"{net.address(host)}:0")
-            relays.append(start_pull(actors, host, run_dir, [above], *listen, kind="relay"))
+            address = f"{net.address(host)}:0"
+            relays.append(start_pull(actors, host, run_dir, [above], "--listen", address, kind="relay"))
             relays[-1].wait("whole", DELIVERY_S)
         origin.end()
         if not corrupt(folder / hosts[0]):
@@ -377,4 +378,5 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # as after Ctrl-C: nothing is left running, or in memory
     sys.exit(run(measure, __doc__ or "", _arguments))

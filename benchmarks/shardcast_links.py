@@ -22,9 +22,6 @@ from benchmarks.contract import CouldNotRunError
 from benchmarks.shardcast_rig import START_S, Cast, cast
 
 _NET = "10.77.0"
-_LIFE_S = "900"
-"""Namespaces end by themselves after this long, should nobody end them."""
-
 _DEADLINE_S = 20.0
 
 
@@ -43,7 +40,8 @@ class Network:
         self._number = {"hub": 1, **{name: number for number, name in enumerate(hosts, 2)}}
         self._pid: dict[str, int] = {}
         for name in ("hub", *hosts):
-            held = f'echo \'{{"event": "ready"}}\'; exec sleep {_LIFE_S}'
+            # `cat` ends with its standard input: with us, however we end.
+            held = 'echo \'{"event": "ready"}\'; exec cat'
             process = holders.start(f"net-{name}", ["unshare", "--net", "sh", "-c", held])
             process.wait("ready", START_S)
             self._pid[name] = process.popen.pid

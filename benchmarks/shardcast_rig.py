@@ -172,7 +172,8 @@ class Process:
             start_new_session=True,
         )
         self._cpu_s = 0.0
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
@@ -238,14 +239,15 @@ class Process:
         return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Anonymous:")), 0)
 
     def end(self) -> None:
-        """Kill it and what it started."""
-        for pid in reversed(family(self.popen.pid)):
+        """Kill it and what it started; parents first, who might start a child anew."""
+        for pid in family(self.popen.pid):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         self.popen.wait(10)
-        for stream in (self.popen.stdin, self.popen.stdout, self._log):
+        self._reader.join(10)
+        for stream in (self.popen.stdin, self._log, None if self._reader.is_alive() else self.popen.stdout):
             if stream is not None:
                 try:
                     stream.close()
