@@ -12,6 +12,7 @@ Not covered: signatures (`envelope`), and semantics beyond shape and bounds.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -389,22 +390,21 @@ def _record_holder_of_many(cls: type[Any]) -> HoldMany:
 def _record_reader_of_many(cls: type[Any]) -> ReadMany:
     """Turns lists that hold into records of class `cls`."""
     fields = [(name, spec.reader_of_many()) for name, spec, _ in _read_fields(cls)]
-    names, changed = [name for name, _ in fields], any(read is not None for _, read in fields)
-    make = object.__new__
+    make, put = object.__new__, object.__setattr__  # a frozen dataclass's own __setattr__ refuses
 
     def read(values: Sequence[Any]) -> Sequence[Any]:
-        rows: Iterable[Any] = values
-        if changed and values:
-            columns = zip(fields, zip(*values, strict=True), strict=True)
-            rows = zip(*[column if read is None else read(column) for (_, read), column in columns], strict=True)
-        records = []
-        for row in rows:
-            made = make(cls)
-            made.__dict__.update(zip(names, row, strict=True))
-            records.append(made)
+        records = [make(cls) for _ in values]
+        for (name, read_many), column in zip(fields, zip(*values, strict=True), strict=bool(values)):
+            items = column if read_many is None else read_many(column)
+            _exhaust(map(put, records, itertools.repeat(name), items))
         return records
 
     return read
+
+
+def _exhaust(steps: Iterable[Any]) -> None:
+    """Run an iterator to its end, without a Python loop around it."""
+    collections.deque(steps, maxlen=0)
 
 
 def _record_writer(cls: type[Any]) -> Callable[[Any], list[Any]]:

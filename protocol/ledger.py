@@ -254,14 +254,14 @@ class Ledger:
         """
         target = self._size
         while self._durable.size < target:
-            if self._failure is not None:
-                raise self._failure
             if self._flusher is None or self._flusher.done():
-                loop = asyncio.get_running_loop()
-                self._flusher = loop.run_in_executor(None, self._flush, list(self._pending))
+                # Whoever waited for this entry appends what follows from it now (a lease after its policy, a batch
+                # after the last verdict) and shares the flush.
+                await asyncio.sleep(0)
+            flusher = self._join_flush()
             try:
                 async with asyncio.timeout(COMMIT_DEADLINE_S):
-                    await asyncio.shield(self._flusher)
+                    await asyncio.shield(flusher)
             except TimeoutError as exc:
                 raise LedgerError(
                     f"the disk under {self.path} did not finish a flush within {COMMIT_DEADLINE_S:.0f} s; the "
@@ -285,6 +285,15 @@ class Ledger:
                 self._failure = LedgerError("the ledger is closed")
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _join_flush(self) -> asyncio.Future[None]:
+        """The flush under way, or one of all that is buffered. Raises LedgerError: an earlier one failed."""
+        if self._failure is not None:
+            raise self._failure
+        if self._flusher is None or self._flusher.done():
+            loop = asyncio.get_running_loop()
+            self._flusher = loop.run_in_executor(None, self._flush, list(self._pending))
+        return self._flusher
 
     def _flush(self, batch: list[StoredEntry]) -> None:
         """Write `batch` (a prefix of what was pending on the event loop's thread) in one transaction."""

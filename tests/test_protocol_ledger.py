@@ -324,6 +324,26 @@ async def test_a_segment_written_beside_the_run_holds_a_prefix_and_the_next_one_
     ledger.close()
 
 
+async def test_what_an_entry_wakes_shares_its_flush(tmp_path):
+    """A lease after its policy, a batch after the last verdict: one write to the disk, not two."""
+    ledger = open_ledger(tmp_path)
+    before, woken = ledger.durable_size, asyncio.Event()
+
+    async def follow() -> None:
+        await woken.wait()
+        ledger.append("grant", b"what follows")
+        await ledger.commit()
+
+    following = asyncio.create_task(follow())
+    await asyncio.sleep(0)
+    ledger.append("grant", b"what it waited for")
+    woken.set()
+    await ledger.commit()
+    assert ledger.durable_size == before + 2
+    await following
+    ledger.close()
+
+
 def test_every_flipped_bit_in_a_segment_is_named(tmp_path):
     folder, run = sealed_folder(tmp_path, segments=2, each=2)
     path = folder / segment_name(2)

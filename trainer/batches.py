@@ -350,23 +350,30 @@ def _hold_together(
     Numbers of all of them are compared at once: one by one they cost the coordinator as much as the rest of a verdict.
     """
     bound, pure = limits
+    samples, most = lease.samples, rules.max_context + 1
+    prompts = {place: prompt_ids(lease.environment, lease.tasks[place]) for place in {i // samples for i in accepted}}
     pairs = [(rollouts[position], details.rollouts[position]) for position in accepted]
-    prompts = [prompt_ids(lease.environment, lease.tasks[position // lease.samples]) for position in accepted]
-    for position, prompt, (rollout, detail) in zip(accepted, prompts, pairs, strict=True):
-        place = (lease.tasks[position // lease.samples], position % lease.samples)
-        count, size = len(rollout.tokens) // 4, len(rollout.tokens)
+    digests: dict[tuple[int, bytes], bytes] = {}
+    for position, (rollout, detail) in zip(accepted, pairs, strict=True):
+        place, sample = divmod(position, samples)
+        prompt, size = prompts[place], len(rollout.tokens)
         if (
-            (rollout.task, rollout.sample) != place
+            (rollout.task, rollout.sample) != (lease.tasks[place], sample)
             or (pure and detail.reward != rollout.reward)
             or not abs(detail.reward) <= MAX_REWARD
-            or not 0 < count <= min(lease.max_new_tokens, rules.max_context + 1 - len(prompt) // 4)
+            or not 0 < size // 4 <= min(lease.max_new_tokens, most - len(prompt) // 4)
             or not prompt
             or (len(prompt) | size) % 4
             or not size == len(detail.logprobs) == len(rollout.logprobs)
-            or (detail.digest and detail.digest != digest_of(prompt, rollout.tokens))
         ):
             return False
-    ids = np.frombuffer(b"".join({*prompts, *(rollout.tokens for rollout, _ in pairs)}), "<u4")
+        if detail.digest:
+            alike = place, rollout.tokens
+            if alike not in digests:
+                digests[alike] = digest_of(prompt, rollout.tokens)
+            if detail.digest != digests[alike]:
+                return False
+    ids = np.frombuffer(b"".join({*prompts.values(), *(rollout.tokens for rollout, _ in pairs)}), "<u4")
     own = np.frombuffer(b"".join(detail.logprobs for _, detail in pairs), "<f4")
     claimed = np.frombuffer(b"".join(rollout.logprobs for rollout, _ in pairs), "<f4")
     within = (own >= LOGPROB_MIN) & (own <= LOGPROB_MAX) & (np.abs(own - claimed) <= bound)

@@ -9,6 +9,7 @@ Not covered: whether a rollout is honest (`verifier`); what is learned from it (
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ import numpy.typing as npt
 
 from protocol import codec
 from protocol.errors import DecodeError, ReasonCode
+from protocol.limits import MAX_REWARD
 from protocol.manifest import Run
 from protocol.records import Batch, TrainingRollout
 from trainer.errors import TrainerError
-from trainer.trainable import Trainable, in_range
+from trainer.trainable import Trainable
 
 
 class BatchError(TrainerError):
@@ -105,24 +107,36 @@ def read_batch(path: Path, step: int, door: Door, trained: Iterable[frozenset[tu
     if twice:
         submission, position = min(twice)
         raise _refuse(path, f"names rollout {position} of submission {submission} a second time")
-    sequences = tuple(_sequence(path, i, rollout, step, door) for i, rollout in enumerate(batch.rollouts))
-    return TrainingBatch(step, sequences, frozenset(identities))
+    _check(path, batch.rollouts, step, door)
+    return TrainingBatch(step, _sequences(batch.rollouts, step), frozenset(identities))
 
 
-def _sequence(path: Path, index: int, rollout: TrainingRollout, step: int, door: Door) -> Sequence:
-    wrong = Trainable(door.vocabulary, door.max_context).misfit(rollout.prompt, rollout.tokens, rollout.logprobs)
-    if wrong is not None:
-        raise _refuse(path, f"rollout {index} {wrong[0]}", wrong[1])
-    if not in_range(b"", rollout.reward):
-        raise _refuse(path, f"rollout {index} has a reward of {rollout.reward:g}")
-    prompt = np.frombuffer(rollout.prompt, "<u4")
-    tokens = np.frombuffer(rollout.tokens, "<u4")
-    behaviour = np.frombuffer(rollout.logprobs, "<f4")
-    staleness = step - rollout.step
-    if rollout.epoch != door.epoch or not 0 <= staleness <= door.max_staleness:
-        raise _refuse(path, f"rollout {index} was sampled by the policy of epoch {rollout.epoch} step {rollout.step}, "
-                            f"outside the staleness bound of {door.max_staleness}")  # fmt: skip
-    return Sequence(rollout.group, tuple(prompt.tolist()), tuple(tokens.tolist()), behaviour, rollout.reward, staleness)
+def _check(path: Path, rollouts: tuple[TrainingRollout, ...], step: int, door: Door) -> None:
+    """Raises BatchError for the first rollout that this learner must not train on."""
+    rules = Trainable(door.vocabulary, door.max_context)
+    fit = rules.all_fit([r.prompt for r in rollouts], [r.tokens for r in rollouts], [r.logprobs for r in rollouts])
+    for index, rollout in enumerate(rollouts):
+        wrong = None if fit else rules.misfit(rollout.prompt, rollout.tokens, rollout.logprobs)
+        if wrong is not None:
+            raise _refuse(path, f"rollout {index} {wrong[0]}", wrong[1])
+        if not abs(rollout.reward) <= MAX_REWARD:
+            raise _refuse(path, f"rollout {index} has a reward of {rollout.reward:g}")
+        if rollout.epoch != door.epoch or not 0 <= step - rollout.step <= door.max_staleness:
+            raise _refuse(path, f"rollout {index} was sampled by the policy of epoch {rollout.epoch} step "
+                                f"{rollout.step}, outside the staleness bound of {door.max_staleness}")  # fmt: skip
+
+
+def _sequences(rollouts: tuple[TrainingRollout, ...], step: int) -> tuple[Sequence, ...]:
+    """As arrays and ids, of rollouts that were checked. A group's share one prompt."""
+    prompts = {raw: _ids(raw) for raw in {rollout.prompt for rollout in rollouts}}
+    return tuple(
+        Sequence(r.group, prompts[r.prompt], _ids(r.tokens), np.frombuffer(r.logprobs, "<f4"), r.reward, step - r.step)
+        for r in rollouts
+    )
+
+
+def _ids(raw: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(raw) // 4}I", raw)
 
 
 def _refuse(path: Path, what: str, code: ReasonCode = ReasonCode.BATCH_WRONG) -> BatchError:

@@ -9,6 +9,7 @@ Not covered: whether it is honest (`verifier`), how old its policy is (the fold)
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,22 @@ class Trainable:
         if int(max(np.frombuffer(prompt, "<u4").max(), np.frombuffer(tokens, "<u4").max())) >= self.vocabulary:
             return "has a token outside the vocabulary", ReasonCode.TOKEN_RANGE
         return None
+
+    def all_fit(self, prompts: Sequence[bytes], tokens: Sequence[bytes], logprobs: Sequence[bytes]) -> bool:
+        """Whether no rollout of many is a `misfit`. Their ids are compared at once: one by one that costs most of what
+        reading a batch does.
+
+        Args:
+            prompts, tokens, logprobs: of each rollout, as `misfit` takes them.
+        """
+        for prompt, sampled, numbers in zip(prompts, tokens, logprobs, strict=True):
+            size = len(sampled)
+            if not prompt or not size or size != len(numbers) or (len(prompt) | size) % 4:
+                return False
+            if (len(prompt) + size) // 4 > self.max_context + 1:
+                return False
+        ids = np.frombuffer(b"".join({*prompts, *tokens}), "<u4")
+        return int(ids.max(initial=0)) < self.vocabulary
 
 
 def in_range(logprobs: bytes, reward: float) -> bool:

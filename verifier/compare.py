@@ -39,7 +39,8 @@ Not covered: which rollouts are compared (`derive`, `spot`), outcomes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -305,12 +306,14 @@ def _apart_from_numbers(
     return None
 
 
-def unfit(detail: RolloutDetail, required: Iterable[str]) -> str:
+def unfit(detail: RolloutDetail, required: Collection[str]) -> str:
     """The first of `required` that an accepted rollout's details do not name once, with a finite value; else empty."""
-    values: dict[str, float] = {}
-    for number in detail.numbers:
-        values[number.name] = math.nan if number.name in values else number.value
-    return next((name for name in sorted(required) if not math.isfinite(values.get(name, math.nan))), "")
+    values = _named(detail)
+    once = len(values) == len(detail.numbers)
+    if once and all(name in values for name in required) and all(map(math.isfinite, values.values())):
+        return ""
+    counts = Counter(number.name for number in detail.numbers)
+    return next((name for name in sorted(required) if counts[name] != 1 or not math.isfinite(values[name])), "")
 
 
 def _named(detail: RolloutDetail) -> dict[str, float]:

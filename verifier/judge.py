@@ -157,7 +157,7 @@ def judge(run: Run, lease: Lease, submission_raw: bytes, policy: PolicyModel, en
     for check in checks.BEFORE_PREFILL:
         check(claims, setting)
     _measure([claim for claim in claims if claim.stands], setting)
-    return Judgement([Outcome(c.outcome, c.reason.value) for c in claims], [_detail(c, setting) for c in claims])
+    return Judgement([Outcome(c.outcome, c.reason.value) for c in claims], _details(claims, setting))
 
 
 def _check_setting(run: Run, lease: Lease, policy: PolicyModel, environment: Environment) -> int:
@@ -232,7 +232,7 @@ def _measure(claims: Sequence[Claim], setting: Setting) -> None:
             reading = []
             for k, at, states in pieces:
                 states_NH = states.float().numpy()
-                finite = bool(torch.isfinite(states.to(setting.policy.weights)).all())
+                finite = _is_finite(states, states_NH, setting.policy.weights)
                 for claim in standing(twins[k]):
                     claim.open_block(at, states_NH)
                     reading.append(claim)
@@ -248,6 +248,13 @@ def _measure(claims: Sequence[Claim], setting: Setting) -> None:
         for claim in fits:
             if claim.stands and not claim.whole:
                 claim.give_up(ReasonCode.VALIDATOR_FAILED)
+
+
+def _is_finite(states: torch.Tensor, states_NH: npt.NDArray[np.float32], weights: torch.dtype) -> bool:
+    """Also once they are rounded to the weights' dtype. A rollout's states are few, and numpy says it sooner."""
+    if weights is torch.float32:
+        return bool(np.isfinite(states_NH).all())
+    return bool(torch.isfinite(states.to(weights)).all())
 
 
 def _pieces(twins: list[list[Claim]], setting: Setting) -> Iterator[list[Piece]]:
@@ -332,15 +339,27 @@ def _logprobs(logits_UV: torch.Tensor, tokens_U: torch.Tensor, temperature: floa
     return np.concatenate([token_logprobs(logits_UV[at], tokens_U[at], temperature).numpy() for at in parts])
 
 
-def _detail(claim: Claim, setting: Setting) -> RolloutDetail:
+def _details(claims: Sequence[Claim], setting: Setting) -> list[RolloutDetail]:
     """Numbers, and of an accepted rollout the behaviour log-probabilities: in fp32 the verifier's own, in bf16 the
     node's, whose rounding chose the tokens and which were just found to agree."""
-    numbers = dict(claim.numbers)
-    if not claim.stands and 0 < claim.read < len(claim.tokens_N):
-        numbers["tokens_read"] = float(claim.read)
-    listed = tuple(Number(name, float(value)) for name, value in sorted(numbers.items()))
-    if not claim.stands or not claim.whole:
-        return RolloutDetail(b"", 0.0, listed)
-    behaviour_N = claim.own_logprobs_N if setting.bf16 is None else claim.claimed_logprobs_N
-    digest = digest_of(np.asarray(claim.prompt, dtype="<u4").tobytes(), claim.rollout.tokens)
-    return RolloutDetail(behaviour_N.astype("<f4").tobytes(), claim.reward, listed, digest)
+    digests: dict[tuple[tuple[int, ...], bytes], bytes] = {}
+    own = setting.bf16 is None
+    details = []
+    for claim in claims:
+        if not claim.whole:
+            if not claim.stands and 0 < claim.read < len(claim.tokens_N):
+                claim.numbers["tokens_read"] = float(claim.read)
+            details.append(RolloutDetail(b"", 0.0, _listed(claim)))
+            continue
+        alike = claim.prompt, claim.rollout.tokens
+        digest = digests.get(alike)
+        if digest is None:
+            digest = digests[alike] = digest_of(np.asarray(claim.prompt, dtype="<u4").tobytes(), claim.rollout.tokens)
+        behaviour_N = claim.own_logprobs_N if own else claim.claimed_logprobs_N
+        logprobs = behaviour_N.astype("<f4", copy=False).tobytes()
+        details.append(RolloutDetail(logprobs, claim.reward, _listed(claim), digest))
+    return details
+
+
+def _listed(claim: Claim) -> tuple[Number, ...]:
+    return tuple([Number(name, float(value)) for name, value in sorted(claim.numbers.items())])

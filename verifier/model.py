@@ -93,6 +93,8 @@ class PolicyModel:
         self.experts = Experts.of(model)
         self.weights: torch.dtype = model.model.embed_tokens.weight.dtype if weights is None else weights
         self.root = b""
+        self._tensors = _tensors(model)
+        self._kept_float32 = frozenset(name for name in self._tensors if _is_float32(model, name))
 
     def load_weights(self, directory: Path, *, root: bytes = b"") -> None:
         """Copy `directory/model.safetensors` over the weights, in place. Checked whole before the first byte moves.
@@ -104,7 +106,7 @@ class PolicyModel:
             PolicyError: other tensors, shapes or dtypes than this model's, or a file that does not read.
         """
         path = directory / "model.safetensors"
-        own = _tensors(self.model)
+        own = self._tensors
         tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
         try:
             with safe_open(path, framework="pt") as file:
@@ -114,14 +116,14 @@ class PolicyModel:
                     raise PolicyError(f"{path} does not hold this model's tensors (differs in {difference})")
                 for name in sorted(own):
                     piece = file.get_slice(name)
-                    dtypes = {"F32"} if _is_float32(self.model, name) else _WEIGHT_DTYPES
+                    dtypes = {"F32"} if name in self._kept_float32 else _WEIGHT_DTYPES
                     if list(piece.get_shape()) != list(own[name].shape) or piece.get_dtype() not in dtypes:
                         raise PolicyError(f"{path}: {name} has another shape or dtype than the configuration says")
                 self.root = b""
                 with torch.no_grad():
                     for name in sorted(own):
                         stored = file.get_tensor(name)
-                        own[name].copy_(stored if _is_float32(self.model, name) else stored.to(self.weights))
+                        own[name].copy_(stored if name in self._kept_float32 else stored.to(self.weights))
         except (SafetensorError, OSError) as exc:
             raise PolicyError(f"{path} cannot be read: {exc}; pull the policy again") from exc
         self.root = root

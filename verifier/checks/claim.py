@@ -96,7 +96,7 @@ class Claim:
     @property
     def own_logprobs_N(self) -> npt.NDArray[np.float32]:  # noqa: N802
         """The verifier's log-probabilities of all tokens read."""
-        return np.concatenate(self._own)
+        return self._own[0] if len(self._own) == 1 else np.concatenate(self._own)
 
     def open_block(self, at: int, states_NH: npt.NDArray[np.float32]) -> None:
         self.at, self.states_NH = at, states_NH
@@ -111,12 +111,15 @@ class Claim:
 
     def note(self, name: str, value: float) -> None:
         """Keep the largest of a number over all blocks."""
-        self.numbers[name] = max(value, self.numbers.get(name, value))
+        held = self.numbers.get(name)
+        if held is None or not held > value:
+            self.numbers[name] = value
 
     @property
     def at_end(self) -> bool:
         """Whether the block under way is the rollout's last."""
-        return self.at + len(self.block_tokens_N) == len(self.tokens_N)
+        assert self.states_NH is not None
+        return self.at + len(self.states_NH) == len(self.tokens_N)
 
     def add(self, name: str, value: float) -> float:
         """Add up a number over all blocks; its value so far."""

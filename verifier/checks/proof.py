@@ -89,8 +89,9 @@ def as_bf16(states_NH: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 def _proofs(claim: Claim) -> tuple[bytes, ...]:
     """The chunks over the block's tokens. Blocks begin where a chunk begins."""
+    assert claim.states_NH is not None
     first = claim.at // PROOF_CHUNK_TOKENS
-    return claim.rollout.proofs[first : first + -(-len(claim.block_tokens_N) // PROOF_CHUNK_TOKENS)]
+    return claim.rollout.proofs[first : first + -(-len(claim.states_NH) // PROOF_CHUNK_TOKENS)]
 
 
 def _finite(value: float) -> float:
