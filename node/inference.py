@@ -54,8 +54,8 @@ Alter = Callable[["Work", list[GenerateOutput], tokenizers.Tokenizer], list[Gene
 """What `node plant` makes of the honest answers to a lease."""
 
 GIVE_BACK_S = 2.5
-"""When the owner stops this node, the coordinator gets this long to take the lease back. Usually a round trip is enough;
-one that writes its ledger to a busy disk has been seen to take over 0.7 s."""
+"""When the owner stops this node, the coordinator gets this long to take the lease back. Usually a round trip is
+enough; one that writes its ledger to a busy disk has been seen to take over 0.7 s."""
 
 
 @dataclass(frozen=True)
