@@ -74,11 +74,14 @@ _SETTLE_S = 1.5
 def start_pull(
     actors: Cast, name: str, run_dir: Path, sources: Sequence[dict[str, Any]], *more: str, kind: str = "pull"
 ) -> Process:
-    """A relay or puller below `sources`, which are events `ready` of others."""
+    """A relay or puller below `sources`, which are events `ready` of others; it may not be ready yet."""
     named = [word for source in sources for word in ("--source", f"{source['key']}@{source['url']}")]
-    process = actors.role(name, kind, run_dir / "manifest.hw", actors.folder / name, *named, *more)
-    process.wait("ready", START_S)
-    return process
+    return actors.role(name, kind, run_dir / "manifest.hw", actors.folder / name, *named, *more)
+
+
+def wait_ready(processes: Sequence[Process]) -> None:
+    for process in processes:
+        process.wait("ready", START_S)
 
 
 def by_us(folder: Path, weights: Weights, clients: int) -> Delivery:
@@ -86,8 +89,9 @@ def by_us(folder: Path, weights: Weights, clients: int) -> Delivery:
     run_dir = make_run(folder / "run", weights)
     with cast(folder) as actors:
         origin = actors.role("origin", "origin", run_dir).wait("ready", START_S)
-        relay = start_pull(actors, "relay", run_dir, [origin], kind="relay").events["ready"]
+        relay = start_pull(actors, "relay", run_dir, [origin], kind="relay").wait("ready", START_S)
         pullers = [start_pull(actors, f"client-{number}", run_dir, [relay]) for number in range(clients)]
+        wait_ready(pullers)
         time.sleep(_SETTLE_S)
         actors.mark()
         begun = publish_checkpoint(run_dir, weights)
@@ -158,8 +162,9 @@ def one_chain(folder: Path, weights: Weights, hops: int) -> tuple[float, float]:
         for host in hosts[1:]:
             address = f"{net.address(host)}:0"
             chain.append(start_pull(actors, host, run_dir, [above], "--listen", address, kind="relay"))
-            above = chain[-1].events["ready"]
+            above = chain[-1].wait("ready", START_S)
         chain.append(start_pull(actors, "leaf", run_dir, [above]))
+        wait_ready(chain)
         time.sleep(_SETTLE_S)
         begun = publish_checkpoint(run_dir, weights)
         whole = [float(each.wait("whole", DELIVERY_S)["t"]) for each in chain]
@@ -224,7 +229,8 @@ def one_storm(folder: Path, weights: Weights) -> dict[str, Any]:
         for host in hosts:
             address = f"{net.address(host)}:0"
             relays.append(start_pull(actors, host, run_dir, [above], "--listen", address, kind="relay"))
-            relays[-1].wait("whole", DELIVERY_S)
+        for relay in relays:
+            relay.wait("whole", DELIVERY_S)
         origin.end()
         if not corrupt(folder / hosts[0]):
             raise CouldNotRunError("the corrupt relay stores no shards as files; the benchmark must learn how it does")
@@ -232,7 +238,8 @@ def one_storm(folder: Path, weights: Weights) -> dict[str, Any]:
         listen = ("--listen", f"{net.address('hub')}:0", "--wait")
         clients = [start_pull(actors, "client-0", run_dir, sources, *listen, kind="relay")]
         clients += [start_pull(actors, f"client-{number}", run_dir, sources, "--wait") for number in range(1, CLIENTS)]
-        child = start_pull(actors, "child", run_dir, [clients[0].events["ready"]])
+        child = start_pull(actors, "child", run_dir, [clients[0].wait("ready", START_S)])
+        wait_ready([*clients, child])
         time.sleep(_SETTLE_S)
         begun = time.monotonic()
         for client in clients:
@@ -302,7 +309,8 @@ def one_memory(folder: Path, weights: Weights) -> dict[str, float]:
     with cast(folder) as actors:
         origin = actors.role("origin", "origin", run_dir).wait("ready", START_S)
         relay = start_pull(actors, "relay", run_dir, [origin], kind="relay")
-        puller = start_pull(actors, "puller", run_dir, [relay.events["ready"]])
+        puller = start_pull(actors, "puller", run_dir, [relay.wait("ready", START_S)])
+        wait_ready([puller])
         publish_checkpoint(run_dir, weights)
         most = {"relay": 0, "puller": 0}
         end = time.monotonic() + DELIVERY_S

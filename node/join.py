@@ -39,7 +39,7 @@ from node.weights import follow_weights
 from protocol.control import Clock, ControlClient
 from protocol.engine import EngineInfo
 from protocol.errors import HeadwaterError, ManifestError, UsageError
-from protocol.heap import settle_heap
+from protocol.heap import return_large_blocks, settle_heap
 from protocol.host import HostProcess
 from protocol.identity import Identity
 from protocol.limits import PROTOCOL_VERSION
@@ -95,6 +95,7 @@ def run_join(options: JoinOptions) -> int:
             disk_mib=START_DISK_MIB,
             where=home.path,
         )
+        return_large_blocks()
         settle_heap()
         return asyncio.run(_until_stopped(options, target, home, log))
     except LeavingError as exc:

@@ -17,7 +17,7 @@ from typing import Any
 
 from protocol.commands import SayVersion, fail
 from protocol.errors import HeadwaterError, UsageError
-from protocol.heap import settle_heap
+from protocol.heap import return_large_blocks, settle_heap
 
 EXAMPLES = """examples:
   shardcast publish CHECKPOINTS --listen 203.0.113.5:8100      any folder of safetensors; prints a code
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO if args.verbose else logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s"
     )
     try:
+        return_large_blocks()
         settle_heap()
         return asyncio.run(_until_signalled(args.command(args)))
     except KeyboardInterrupt:

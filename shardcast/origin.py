@@ -26,7 +26,7 @@ from blake3 import blake3
 from protocol.envelope import Envelope, parse, seal
 from protocol.errors import ProtocolError, UsageError
 from protocol.identity import Identity
-from protocol.limits import MAX_MODEL_FILE_BYTES
+from protocol.limits import MAX_MODEL_FILE_BYTES, SHARD_BYTES
 from protocol.manifest import Run
 from protocol.run_files import load_chain
 from protocol.sequences import Sequences
@@ -44,7 +44,7 @@ from shardcast.layout import (
     root_of_safetensors,
     shard_length,
 )
-from shardcast.limits import CHECKPOINT_LOOK_S, HEAD_LIFETIME_MS, MAX_CHECKPOINT_JSON_BYTES
+from shardcast.limits import CHECKPOINT_LOOK_S, HEAD_LIFETIME_MS, MAX_CHECKPOINT_JSON_BYTES, PIECE_BYTES
 from shardcast.passes import PassCheck
 from shardcast.publication import Key, Publication, manifest_for
 from shardcast.records import (
@@ -433,15 +433,32 @@ class Origin:
         """Encode one shard into the archive, flushed; returns what is to be signed."""
         opening = publication.open
         codec = Codec(opening.codec)
+        if codec is Codec.RAW:
+            state, length = self._copy_shard(publication.key, fresh, index)
+            return ShardRecord(opening.publication, index, length, length, state, NO_HASH, state)
         new = fresh.shard(index)
         if len(new) != shard_length(fresh.nbytes, index):
             raise LayoutError(f"{fresh.canonical.path} ends before its last tensor; write it again")
         state = blake3(new).digest()
         wire = wire_bytes(codec, base.published(index) if base is not None else None, new, self._states.segments(index))
         write_file(self.store.shard_path(publication.key, index), wire, durable=True)
-        wire_hash = state if codec is Codec.RAW else blake3(wire).digest()
         old_hash = base.states[index] if base is not None else NO_HASH
-        return ShardRecord(opening.publication, index, len(wire), len(new), wire_hash, old_hash, state)
+        return ShardRecord(opening.publication, index, len(wire), len(new), blake3(wire).digest(), old_hash, state)
+
+    def _copy_shard(self, key: Key, fresh: OpenCheckpoint, index: int) -> tuple[bytes, int]:
+        """Copy one raw shard into the archive, flushed, in pieces that stay in cache; returns hash and length."""
+        length = shard_length(fresh.nbytes, index)
+        hasher = blake3()
+        with self.store.shard_path(key, index).open("wb", buffering=0) as out:
+            for at in range(0, length, PIECE_BYTES):
+                piece = fresh.bytes_at(index * SHARD_BYTES + at, min(PIECE_BYTES, length - at))
+                if len(piece) != min(PIECE_BYTES, length - at):
+                    raise LayoutError(f"{fresh.canonical.path} ends before its last tensor; write it again")
+                hasher.update(piece)
+                if out.write(piece) != len(piece):
+                    raise StoreError(f"the disk under {self.store.root} took less than asked; free some space")
+            os.fsync(out.fileno())
+        return hasher.digest(), length
 
     def _keep_state(self, key: Key, fresh: OpenCheckpoint, index: int) -> None:
         """Keep one shard's state beside the publication, flushed."""

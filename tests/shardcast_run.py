@@ -59,8 +59,10 @@ class MadeRun:
     root: Identity = field(default_factory=Identity.generate)
 
 
-def make_run(directory: Path, shapes: dict[str, tuple[int, ...]] | int) -> MadeRun:
-    """A run directory with manifest and model files; no checkpoints yet."""
+def make_run(
+    directory: Path, shapes: dict[str, tuple[int, ...]] | int, dtypes: dict[str, str] | None = None
+) -> MadeRun:
+    """A run directory with manifest and model files; no checkpoints yet. `dtypes`: of tensors that are not F32."""
     if isinstance(shapes, int):
         shapes = {"embed.weight": (shapes // 4 // 64, 64)}
     root, origin, coordinator = Identity.generate(), Identity.generate(), Identity.generate()
@@ -70,7 +72,7 @@ def make_run(directory: Path, shapes: dict[str, tuple[int, ...]] | int) -> MadeR
     for name, text in (("config.json", '{"model_type": "qwen3"}'), ("tokenizer.json", '{"version": "1.0"}')):
         (directory / "model" / name).write_text(text)
         files.append(ModelFile(name, len(text), blake3(text.encode()).digest()))
-    layout = make_layout({name: ("F32", shape) for name, shape in shapes.items()})
+    layout = make_layout({name: ((dtypes or {}).get(name, "F32"), shape) for name, shape in shapes.items()})
     manifest = RunManifest(
         name="weights",
         created=time.time_ns() // 1_000_000,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from protocol.envelope import seal
 from protocol.errors import ProtocolError, ReasonCode
 from protocol.limits import SHARD_BYTES
+from shardcast.archive import open_published
 from shardcast.codecs import Codec, Segment, decode, encode
 from shardcast.codecs.frames import join
 from shardcast.encoding import OpenCheckpoint, patch_pays
@@ -22,7 +23,18 @@ from shardcast.layout import open_safetensors, root_of_states, shard_length
 from shardcast.limits import WIRE_SLACK_BYTES
 from shardcast.publication import Publication, manifest_for, publication_from
 from shardcast.records import MANIFEST_KIND, NO_HASH, OPEN_KIND, SHARD_KIND, PublicationOpen, ShardRecord
-from tests.shardcast_run import WIDE_SHAPES, MadeRun, drifted, make_run, weights, write_checkpoint
+from tests.shardcast_run import (
+    WIDE_SHAPES,
+    MadeRun,
+    drifted,
+    holds,
+    make_run,
+    publishing,
+    pulling,
+    until,
+    weights,
+    write_checkpoint,
+)
 
 NOW = 1_800_000_000_000
 TOTAL = sum(4 * int(np.prod(shape)) for shape in WIDE_SHAPES.values())
@@ -125,6 +137,35 @@ def test_frames_longer_than_announced_or_of_another_base_are_refused(made: MadeR
     miscounted = replace(manifest_for(opening, records), wire_bytes=7)
     with pytest.raises(ProtocolError):
         taken(made, (OPEN_KIND, opening), *((SHARD_KIND, r) for r in records), (MANIFEST_KIND, miscounted))
+
+
+async def test_adapters_travel_as_any_other_tensors(tmp_path: Path) -> None:
+    """LoRA: the state is the adapter's tensors only, here of two dtypes; a step of them is a patch like any other."""
+    layers = range(2)
+    names = {f"base_model.model.layers.{i}.q_proj.lora_{side}.weight": side for i in layers for side in "AB"}
+
+    def adapter(step: int) -> dict[str, np.ndarray]:
+        tensors: dict[str, np.ndarray] = {}
+        for number, (name, side) in enumerate(names.items()):
+            rng = np.random.default_rng(number)
+            shape, kind = ((8, 3000), np.float32) if side == "A" else ((3000, 8), np.float16)
+            tensor = rng.standard_normal(shape).astype(kind)
+            bits = tensor.reshape(-1).view(np.uint32 if side == "A" else np.uint16)
+            bits[:: 97 + number] += np.asarray(step, bits.dtype)
+            tensors[name] = tensor
+        return tensors
+
+    shapes = {name: tensor.shape for name, tensor in adapter(0).items()}
+    kinds = {name: "F32" if side == "A" else "F16" for name, side in names.items()}
+    made = make_run(tmp_path / "run", shapes, kinds)
+    async with publishing(made, codec=Codec.GAPS) as origin, pulling(made, [origin.server.url], tmp_path / "a") as one:
+        for step in range(3):
+            write_checkpoint(made.directory, 0, step, shapes, 0, adapter(step))
+            await until(lambda step=step: one.current is not None and one.current.step == step, f"step {step}")
+            assert one.current is not None and holds(one.current, shapes, 0, adapter(step))
+    archive = open_published(made.directory, made.run)
+    assert [archive.publications[0, step].publication.open.codec for step in range(3)] == [1, 2, 2]
+    assert list(archive.problems()) == []
 
 
 KINDS = [(1, 0), (2, 7), (4, 23), (8, 52)]
