@@ -1,8 +1,8 @@
 """A run of random weights, the processes that carry them, and what those cost: for `benchmarks.shardcast`.
 
-Each process is `benchmarks.shardcast_role` or a peer; it prints one JSON object a line, with times of this machine's
-monotonic clock, and is ended by us. CPU is user and system time of a process, its children and those it waited for, in
-ticks of 10 ms.
+Each process is `benchmarks.data.shardcast_role` or a peer; it prints one JSON object a line, with times of this
+machine's monotonic clock, and is ended by us. CPU is user and system time of a process, its children and those it
+waited for, in ticks of 10 ms.
 
 Not covered: what is measured (`benchmarks.shardcast`), peers (`benchmarks.shardcast_peers`), links
 (`benchmarks.shardcast_links`).
@@ -301,8 +301,8 @@ class Cast:
         return process
 
     def role(self, name: str, *args: str | Path) -> Process:
-        """One of `benchmarks.shardcast_role`'s."""
-        return self.start(name, [sys.executable, "-m", "benchmarks.shardcast_role", *args])
+        """One of `benchmarks.data.shardcast_role`'s."""
+        return self.start(name, [sys.executable, "-m", "benchmarks.data.shardcast_role", *args])
 
     def mark(self) -> None:
         """CPU counts from here on."""

@@ -147,7 +147,8 @@ class ControlClient:
         until = time.monotonic() + deadline_s
         lock = self._locks.setdefault(kind, asyncio.Lock())
         try:
-            await asyncio.wait_for(lock.acquire(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await lock.acquire()
         except TimeoutError as exc:
             raise TransportError(f"an earlier {kind} is still waiting for its reply", ReasonCode.DEADLINE) from exc
         try:

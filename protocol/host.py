@@ -134,7 +134,8 @@ class HostProcess:
         self._first = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(), name="libp2p host supervisor")
         try:
-            await asyncio.wait_for(asyncio.shield(self._first), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await asyncio.shield(self._first)
         except TimeoutError as exc:
             await self.close()
             raise TransportError(
@@ -162,7 +163,8 @@ class HostProcess:
         packed = pack_frame(frame)
         until = time.monotonic() + deadline_s
         try:
-            await asyncio.wait_for(self._ready.wait(), min(deadline_s, dial_s))
+            async with asyncio.timeout(min(deadline_s, dial_s)):
+                await self._ready.wait()
         except TimeoutError as exc:
             raise TransportError("our own libp2p host process is restarting", ReasonCode.UNREACHABLE) from exc
         left = max(0.001, until - time.monotonic())
@@ -265,7 +267,8 @@ class HostProcess:
     async def _reap(self, process: asyncio.subprocess.Process) -> None:
         """Its socket is closed, so it ends by itself; if it hangs it is killed."""
         try:
-            await asyncio.wait_for(process.wait(), STOP_S - 0.5)
+            async with asyncio.timeout(STOP_S - 0.5):
+                await process.wait()
         except (TimeoutError, asyncio.CancelledError) as exc:
             if process.returncode is None:
                 process.kill()
@@ -337,13 +340,16 @@ class HostProcess:
 
     async def _ask(self, message: Message, body: bytes, deadline_s: float) -> bytes:
         number, self._next = self._next, self._next + 1
-        future = self._pending[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
         try:
             self._write(message, number, body)
-            return await asyncio.wait_for(future, deadline_s)
+            async with asyncio.timeout(deadline_s):
+                return await future
         except (TimeoutError, asyncio.CancelledError) as exc:
             if self._ready.is_set():
-                self._write(Message.CANCEL, number, b"")
+                with contextlib.suppress(TransportError):  # it ended meanwhile
+                    self._write(Message.CANCEL, number, b"")
             if isinstance(exc, asyncio.CancelledError):
                 raise
             raise TransportError(

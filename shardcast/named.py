@@ -38,6 +38,11 @@ _NEXT_AFTER_S = 1.0
 """How long one source may take before the next is asked as well."""
 
 _PAUSE_S = 0.2
+_GONE_STEPS = 8
+"""A policy this much older than the newest one here is not on its way any more: relays keep so many."""
+_GONE_AFTER_S = 3.0
+"""A relay that has just started may fetch what it is asked for; this long nobody is believed that it is gone."""
+
 _WANTED_S = 60.0
 """As long as a lease lasts: whoever asked for it has no use for it later."""
 
@@ -54,17 +59,21 @@ class ByName:
         self._key = key
         self._root = root
         self._began = time.monotonic()
+        self._without: set[str] = set()
+        """Addresses of sources that said they don't have it."""
 
     async def fetch(self) -> None:
         """Return once it is whole here.
 
         Raises:
             PublicationError: the origin published another root at this place, or one that nobody can use.
+            SourceError(`record-missing`): it is so old that all sources have removed it.
         """
         while True:
             self._follower.check()
             track = await self._learn()
             if track is None:
+                self._give_up_what_is_gone()
                 await asyncio.sleep(_PAUSE_S * random.uniform(0.5, 1.5))
                 continue
             try:
@@ -97,6 +106,18 @@ class ByName:
             await asyncio.gather(*asked, return_exceptions=True)
         return None
 
+    def _give_up_what_is_gone(self) -> None:
+        """Raises SourceError once nobody has it and nobody will: a lease may be older than what relays keep."""
+        newest = self._follower.newest
+        if newest is None or newest.key < (self._key[0], self._key[1] + _GONE_STEPS):
+            return
+        named = [source.address for source, _, _ in self._follower.places()]
+        if time.monotonic() - self._began >= _GONE_AFTER_S and named and self._without.issuperset(named):
+            text = (
+                f"{publication_name(self._key)} is held nowhere any more; the newest is {publication_name(newest.key)}"
+            )
+            raise SourceError(", ".join(named), text, ReasonCode.RECORD_MISSING)
+
     def _places(self) -> list[tuple[Source, SourceHealth]]:
         """Whom to ask, in this order; spare ones only once planned ones had their time."""
         now = time.monotonic()
@@ -113,6 +134,10 @@ class ByName:
             try:
                 track = task.result()
             except SourceError as exc:
+                if exc.code == ReasonCode.RECORD_MISSING:
+                    self._without.add(health.address)
+                else:
+                    self._without.discard(health.address)
                 self._follower.charge(health, exc)
             except Exception as exc:  # noqa: BLE001 - raised below, once every answer was looked at
                 failure = exc

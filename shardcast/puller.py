@@ -246,6 +246,7 @@ class Puller:
         Raises:
             PublicationError(`hash-mismatch`): the origin published another root at (epoch, step).
             TransportError(`deadline`): no source delivered it in time.
+            SourceError(`record-missing`): it is so old that all sources have removed it.
             ForkError, StoreError, OSError: what stopped this puller.
         """
         key = (epoch, step)

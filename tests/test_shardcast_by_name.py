@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.errors import ReasonCode, TransportError
+from shardcast.errors import SourceError
 from shardcast.layout import root_of_safetensors
 from shardcast.publication import pack_frames, split_frames
 from tests.shardcast_run import (
@@ -73,3 +75,25 @@ async def test_a_policy_that_was_let_go_can_be_asked_for_again(
         await puller.wait_newer((0, 1), WAIT_S)
         for step in (0, 1, 0, 1):
             assert holds(await puller.fetch(0, step, roots[step], WAIT_S), SMALL_SHAPES, seed=step)
+
+
+async def test_a_step_that_every_source_has_removed_is_refused_long_before_its_deadline(
+    small: MadeRun, tmp_path: Path
+) -> None:
+    """A node that comes back is sent its old lease again: it must hand that back, not sit on it until it expires."""
+    steps = 12
+    folders = [write_checkpoint(small.directory, 0, step, SMALL_SHAPES, seed=step) for step in range(steps)]
+    root = root_of_safetensors(folders[0] / "model.safetensors")
+    async with publishing(small) as origin:
+        await until(lambda: (0, steps - 1) in origin.store.keys, "all publications")
+        async with (
+            relaying(small, [origin.server.url], tmp_path / "relay", keep=2) as relay,
+            pulling(small, [relay.url], tmp_path / "node") as node,
+        ):
+            await node.wait_newer((0, steps - 2), WAIT_S)
+            with pytest.raises(SourceError, match="e0000-s00000000 is held nowhere any more; the newest is") as refused:
+                await node.fetch(0, 0, root, WAIT_S)
+            assert refused.value.code == ReasonCode.RECORD_MISSING
+            # what only this relay does not have yet is waited for as before
+            with pytest.raises(TransportError, match="did not arrive within 4 s"):
+                await node.fetch(0, steps, bytes(32), 4)

@@ -66,7 +66,14 @@ class Served:
 async def pull(made: MadeRun, url: str, store: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """A puller as a process; killed at the end."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.shardcast_role", "pull", str(made.directory / "manifest.hw"), str(store)),
+        *(
+            sys.executable,
+            "-m",
+            "benchmarks.data.shardcast_role",
+            "pull",
+            str(made.directory / "manifest.hw"),
+            str(store),
+        ),
         *("--source", f"@{url}"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

@@ -1,8 +1,8 @@
 """One machine of a weights tree as a process, for `benchmarks.shardcast`; ends when its standard input does.
 
-    python -m benchmarks.shardcast_role origin RUN [--listen HOST:PORT]
-    python -m benchmarks.shardcast_role relay MANIFEST STORE --source KEY@URL ... [--listen HOST:PORT]
-    python -m benchmarks.shardcast_role pull MANIFEST STORE --source KEY@URL ... [--wait]
+    python -m benchmarks.data.shardcast_role origin RUN [--listen HOST:PORT]
+    python -m benchmarks.data.shardcast_role relay MANIFEST STORE --source KEY@URL ... [--listen HOST:PORT]
+    python -m benchmarks.data.shardcast_role pull MANIFEST STORE --source KEY@URL ... [--wait]
 
 KEY is the parent's public key in hex, empty for none. Prints one JSON object a line, times of the monotonic clock:
 
