@@ -175,7 +175,7 @@ VALUES = st.recursive(
 
 def test_no_deadline_swallows_a_cancellation() -> None:
     """Before Python 3.12 `asyncio.wait_for` returns what has just arrived to a task that was just cancelled. A relay
-    whose heartbeat was answered when it was stopped went on until its last resort. `asyncio.timeout` does no such thing.
+    whose heartbeat was answered when it was stopped went on until its last resort. `asyncio.timeout` doesn't do so.
     """
     found = []
     for package in PACKAGES:
