@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from protocol.run_files import load_chain
 from protocol.segments import read_segments
 from trainer import config
 from trainer.deceivers import AT_ONCE, KINDS
@@ -147,7 +148,9 @@ def test_every_dishonest_rollout_is_caught_and_its_node_suspended(demo: Finished
     fate = demo.summary["cheats"][kind]
     assert fate["caught"] == fate["dishonest"] > 0 and fate["identical_rejected"] == 0
     assert fate["node_state"] == "suspended"
-    if kind != "dropper":  # what it sends is honest; it takes many leases to tell that it picks them
+    # One that was honest for long enough is trusted with whole leases by then: `dropper`, whose answers are honest, and
+    # `stale`, while it held one policy only.
+    if fate["identical"] < load_chain(demo.run_dir).current.manifest.leases.probation_accepted:
         assert fate["submitted"] <= 64
 
 
