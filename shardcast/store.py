@@ -39,8 +39,9 @@ from shardcast.limits import MAX_STATE_HASHES, PIECE_BYTES, WIRE_SLACK_BYTES
 from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
 from shardcast.records import Head, ShardRecord
 
-_FEEDS_IN_MEMORY = 16
-"""Publications whose frames are kept parsed; older ones are read again when somebody asks."""
+_FEEDS_IN_MEMORY = 32
+"""Publications whose frames are kept parsed; older ones are read again when somebody asks. More than a relay ever
+holds (twice its `keep`): with fewer, each removal read and checked all the others again, half of a relay's CPU."""
 
 PUBLICATION_NAME = "publication.hw"
 MAX_PUBLICATION_BYTES = MAX_STATE_HASHES * 512 + 3 * MAX_ENVELOPE_BYTES
