@@ -152,6 +152,8 @@ def test_every_dishonest_rollout_is_caught_and_its_node_suspended(demo: Finished
     # `stale`, while it held one policy only.
     if fate["identical"] < load_chain(demo.run_dir).current.manifest.leases.probation_accepted:
         assert fate["submitted"] <= 64
+    elif kind != "dropper":  # two open leases of 32 rollouts, and one that is being judged
+        assert fate["dishonest"] <= 96
 
 
 def test_every_receipt_has_an_outcome_and_nothing_is_trained_twice(demo: Finished) -> None:
