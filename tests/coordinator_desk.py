@@ -71,7 +71,8 @@ class Desk:
             values = SMALL | {key.replace("__", "."): value for key, value in overrides.items()}
             admitted = [self.identity_of(f"validator-{i}").public for i in range(validators)]
             make_run(run_dir, steps=steps, thresholds=NOISE, validators=admitted, overrides=values, evidence=evidence)
-        self.seconds = 0.0
+        self.seconds = 1000.0
+        """The monotonic clock of everything here. It moves when a test moves it: a slow machine changes nothing."""
         self.clock_ahead_ms = 0
         """Ahead of the machine's clock, from the next `open` on."""
         self.open()
@@ -82,13 +83,23 @@ class Desk:
             self.coordinator = Coordinator(config.load(self.run_dir), self._clock())
         self.book = self.coordinator.book
         self.judging = self.coordinator.judging
+        self._stop_the_clocks()
         for role in ("validator", "relay"):
             self.book.grant(role, self.coordinator.config.grants.keys(role))
         self.judging.drawing.keep_in_step()
 
     def _clock(self) -> Clock:
         ahead = self.clock_ahead_ms / 1000
-        return Clock(wall=lambda: time.time() + ahead)
+        return Clock(wall=lambda: time.time() + ahead, monotonic=self.monotonic)
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def _stop_the_clocks(self) -> None:
+        coordinator, judging = self.coordinator, self.judging
+        for part in (self.book, coordinator.members, judging, judging.drops, judging.evidence, coordinator.reports):
+            assert callable(part.monotonic)
+            part.monotonic = self.monotonic
 
     async def audit_draws(self) -> list[str]:
         await self.book.commit()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import sqlite3
 import time
@@ -175,7 +174,7 @@ async def test_a_tie_that_nobody_settles_ends_and_nothing_hangs(tmp_path: Path, 
             desk.here(desk.state.nodes[left].name, present=False)
         desk.tick()
         assert {outcome.status for outcome in desk.state.submissions[index].outcomes} == {"pending"}
-        await asyncio.sleep(decision.TIE_LEASES * 0.2 + 0.05)
+        desk.seconds += decision.TIE_LEASES * 0.2 + 0.05
         desk.tick()
         assert "tie.lapsed" in desk.events()
     assert {outcome.status for outcome in desk.state.submissions[index].outcomes} == {"inconclusive"}
@@ -209,9 +208,9 @@ async def test_a_validator_that_asks_again_and_never_answers_does_not_keep_its_j
     desk = desk_with(tmp_path)
     index = desk.upload(desk.lease("node"))
     (job,) = desk.open_jobs(index)
-    member = Member(parse(desk.sealed(desk.state.nodes[job.validator].name, "job.next", JobRequest(0))), b"")
     now = desk.judging.monotonic()
     desk.judging.monotonic = lambda: now
+    member = Member(parse(desk.sealed(desk.state.nodes[job.validator].name, "job.next", JobRequest(0))), b"")
     for _ in range(5):
         reply = await desk.judging.next(member, JobRequest(0), b"")
         assert (reply.job is not None) == (desk.open_jobs(index) == [job])

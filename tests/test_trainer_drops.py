@@ -98,6 +98,8 @@ async def beyond_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loss
     for _ in range(60):
         assert await run.round(chooses=True)
     monkeypatch.undo()
+    node = run.desk.state.nodes[actor_identity("node").public]
+    run.desk.judging.drops._due.setdefault(node.key, run.desk.book.window.batches)
     return run
 
 
@@ -109,8 +111,6 @@ async def test_nobody_is_suspended_while_a_lease_it_lost_is_on_its_way_back(
     node = desk.state.nodes[actor_identity("node").public]
     lease = desk.lease("node")
     desk.lose(lease)
-    desk.judging.drops._due.setdefault(node.key, desk.book.window.batches)
-    desk.judging.drops.monotonic = lambda: 1e9  # however long it took last
     assert not desk.judging.drops.run() and node.state == "active"
     again = desk.lease("other-0")
     assert again.nonce == lease.nonce
@@ -129,8 +129,6 @@ async def test_who_sits_on_what_was_lost_holds_the_test_up_for_a_few_batches_onl
     desk.lose(desk.lease("node"))
     held = desk.lease("other-0")  # an accomplice, who never returns it
     assert desk.state.leases[held.lease_id].reissue_of is not None
-    drops.monotonic = lambda: 1e9
-    drops._due.setdefault(node.key, desk.book.window.batches)
     assert not drops.run()
     desk.book.window.batches += trainer.drops.PATIENCE * desk.book.window.max_staleness
     assert not drops.run()
@@ -186,7 +184,6 @@ async def test_who_returns_bad_leases_only_when_no_batch_can_take_them_is_suspen
                 held.append(lease)  # slow is late too, whatever the reward
             else:
                 await answer(lease)
-        desk.judging.drops._not_before = 0.0
         desk.tick()
         groups = batches.choose(desk.state, window)
         if groups and evil.state != "suspended":
@@ -217,7 +214,6 @@ async def test_a_reward_of_any_size_leaves_the_coordinator_running(
     for verdict, (rewards, _) in desk.judging.drops._details.items():  # as an older release may have taken them in
         for position in range(len(rewards)):
             rewards[position] = 1.7e308 * (-1) ** (verdict % 2)
-    desk.judging.drops.monotonic = lambda: 1e9
     desk.judging.drops._due.setdefault(actor_identity("node").public, 0)
     desk.tick()
     assert actor_identity("node").public not in desk.judging.drops._due
@@ -258,7 +254,6 @@ async def test_who_was_suspended_is_heard_again_when_a_validator_lied_and_tested
     node = desk.state.nodes[actor_identity("node").public]
     for _ in range(2):
         await run.answer(desk.lease("other-0"))
-        desk.judging.drops._not_before = 0.0
         desk.tick()
     assert node.reason == "dropped-results"
     first = node.suspended_index
@@ -270,7 +265,6 @@ async def test_who_was_suspended_is_heard_again_when_a_validator_lied_and_tested
         for index in waiting:  # the other validator looks at what the liar alone had accepted
             await desk.judge(index)
     for _ in range(3):
-        desk.judging.drops._not_before = 0.0
         desk.tick()
         while waiting := [index for index in desk.book.window.unjudged if desk.open_jobs(index)]:
             for index in waiting:
