@@ -132,7 +132,7 @@ async def test_over_the_caps_a_connection_is_cut_and_its_place_is_free_again(
         assert entered[0].turned_away == 3
         for _, writer in held:
             writer.close()
-        await until(lambda: not entered[0]._address_of, "their ends")
+        await until(lambda: not entered[0].open, "their ends")
         assert (await ask(origin.server.url, b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 404
 
 
