@@ -36,7 +36,7 @@ from protocol.admission import Admission
 from protocol.errors import HeadwaterError, TransportError, UsageError
 from protocol.frames import MAX_MESSAGE_BYTES, Message
 from protocol.identity import load_identity
-from protocol.libp2p_fixes import Multiaddr, new_swarm, run_service
+from protocol.libp2p_fixes import Multiaddr, QuickLock, new_swarm, run_service
 from protocol.limits import MIB
 from protocol.lines import Lines
 from protocol.records import ErrorReply
@@ -58,7 +58,7 @@ class LocalSocket:
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
         self._buffer = bytearray()
-        self._lock = trio.Lock()
+        self._lock = QuickLock()
 
     async def send(self, message: Message, number: int, body: bytes = b"") -> None:
         """Hand one message to the application. Blocks while it is busy; ends with the process if it never reads."""

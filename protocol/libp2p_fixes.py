@@ -9,6 +9,8 @@
     dialing   no 60 s blackout after a failed dial, no constant 250 ms, nobody dialed unasked    (HardenedSwarm)
     port      a second process cannot share our listening port unnoticed                   (_reuse_address_only)
     names     a protocol name in a negotiation is at most 1 KiB; strangers' keys are Ed25519 or refused unread
+    turns     a message costs the scheduler few turns: what is there is read at once, and a lock nobody holds is
+              taken without one: 0.9 -> 0.6 ms of each side's CPU a request    (ReadAhead, QuickLock, StrictStream)
     imports   QUIC, TLS, WebSocket, RSA and DNS over QUIC are not loaded: 91 -> 56 MB and a third of the time
 
 Not covered: gossip, relays and DHT (no code of ours uses them yet), transports other than TCP, and bugs that
@@ -82,7 +84,6 @@ from libp2p.crypto.keys import PublicKey
 from libp2p.crypto.x25519 import create_new_key_pair as create_x25519
 from libp2p.exceptions import BaseLibp2pError, ParseError
 from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.io.utils import read_exactly
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.swarm import Swarm
@@ -106,6 +107,7 @@ __all__ = [
     "STREAM_ERRORS",
     "HardenedSwarm",
     "Multiaddr",
+    "QuickLock",
     "StrictYamux",
     "abort",
     "accept_protocol",
@@ -133,6 +135,10 @@ FRAME_DEADLINE_S = 15.0
 
 UPGRADE_DEADLINE_S = 8.0
 """Noise and yamux must be agreed within this time; until then a stranger holds a slot without a proven key."""
+
+READ_AHEAD = 4 * 1024
+"""Bytes taken from a socket at once while less is asked for: a small message with its length. It is also what a
+connection may make us handle before others get their turn, and hold before its windows count."""
 
 STREAM_ERRORS = (
     BaseLibp2pError,
@@ -182,6 +188,48 @@ def _reuse_address_only(sock: Any) -> None:
 _tcp._set_reuse_flags = _reuse_address_only
 
 
+# --- turns: reading ahead, locks ---------------------------------------------------------------------------------
+
+
+class QuickLock:
+    """A lock that is taken without a turn of the scheduler while nobody holds it. Those who wait go first."""
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+
+    async def __aenter__(self) -> None:
+        try:
+            self._lock.acquire_nowait()
+        except trio.WouldBlock:
+            await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class ReadAhead(_tcp.TrioTCPStream):  # type: ignore[misc]
+    """A socket read in large pieces: a Noise message's two bytes of length bring its body along."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        super().__init__(stream)
+        self.read_lock, self.write_lock = QuickLock(), QuickLock()
+        self._ahead = b""
+
+    async def read(self, n: int | None = None) -> bytes:
+        if not self._ahead or self.stream.socket.fileno() < 0:  # closed by us: what came before counts no more
+            if n is None or n == 0 or n >= READ_AHEAD:
+                self._ahead = b""
+                arrived: bytes = await super().read(n)
+                return arrived
+            self._ahead = bytes(await super().read(READ_AHEAD))
+        size = len(self._ahead) if n is None else n
+        piece, self._ahead = self._ahead[:size], self._ahead[size:]
+        return piece
+
+
+_tcp.TrioTCPStream = ReadAhead
+
+
 # --- window and writes: yamux ------------------------------------------------------------------------------------
 
 
@@ -196,6 +244,27 @@ class StrictStream(_yamux.YamuxStream):  # type: ignore[misc]
         super().__init__(stream_id, conn, is_initiator)
         self.wake_writer = trio.Event()
         self._read_since_grant = 0
+
+    async def read(self, n: int | None = -1) -> bytes:
+        """What is there, at most `n` bytes, or what comes next. libp2p's own way takes a lock at every look."""
+        while n is not None and n > 0 and self._is_open():
+            buffer = self.conn.stream_buffers.get(self.stream_id)
+            if buffer:
+                data = bytes(buffer[:n])
+                del buffer[:n]
+                await self._auto_tune_and_send_window_update(bytes_read=len(data))
+                return data
+            event = self.conn.stream_events.get(self.stream_id)
+            if event is None:
+                break
+            await event.wait()
+            if self.stream_id in self.conn.stream_events:
+                self.conn.stream_events[self.stream_id] = trio.Event()
+        rest: bytes = await super().read(n)  # which knows how a stream ends
+        return rest
+
+    def _is_open(self) -> bool:
+        return not (self.closed or self.recv_closed or self.reset_received or self.conn.event_shutting_down.is_set())
 
     async def write(self, data: bytes) -> None:
         """Write all of `data`, waiting for window as long as the caller's own deadline allows."""
@@ -228,6 +297,13 @@ class StrictYamux(_yamux.Yamux):  # type: ignore[misc]
     """Bytes that may still come for streams that are closed: a window for each stream there ever was. They are dropped,
     and without a bound a peer could send them for ever."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._write_lock = QuickLock()
+        self._arrived = bytearray()
+        """Of the Noise message that came last, what no frame took yet."""
+        self._socket = _socket_stream(self)
+
     async def start(self) -> None:
         try:
             await super().start()
@@ -252,9 +328,9 @@ class StrictYamux(_yamux.Yamux):  # type: ignore[misc]
             if scope.cancelled_caught:
                 await abort(self)
                 raise ConnectionClosedError("the peer took no data for too long", transport="tcp")
-        if _is_closed(self):  # libp2p returns as if it had written
+        if self._socket is not None and self._socket.socket.fileno() < 0:  # libp2p returns as if it had written
             raise ConnectionClosedError("the connection is closed", transport="tcp")
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()  # sending gave others their turn
 
     async def open_stream(self) -> StrictStream:
         if self.event_shutting_down.is_set():
@@ -281,8 +357,21 @@ class StrictYamux(_yamux.Yamux):  # type: ignore[misc]
             logger.debug("connection of %s ended: %s: %s", self.peer_id, type(exc).__name__, exc)
         self.event_shutting_down.set()
 
+    async def _read(self, size: int) -> bytes:
+        while len(self._arrived) < size:
+            self._arrived += await self.secured_conn.read()  # a whole Noise message, or raises
+        piece = bytes(self._arrived[:size])
+        del self._arrived[:size]
+        return piece
+
+    async def _read_data_body(self, length: int) -> bytes:
+        if length <= len(self._arrived):
+            return await self._read(length)  # a deadline for what is here costs more than reading it
+        with trio.fail_after(_yamux._yamux_data_read_timeout()):
+            return await self._read(length)
+
     async def _receive_frame(self) -> None:
-        header = await read_exactly(self.secured_conn, _yamux.HEADER_SIZE)
+        header = await self._read(_yamux.HEADER_SIZE)
         version, kind, flags, stream_id, length = _HEADER.unpack(header)
         if version != 0:
             raise YamuxViolationError(f"version {version}")
@@ -351,12 +440,6 @@ def _socket_stream(connection: Any) -> trio.SocketStream | None:
     for name in ("muxed_conn", "secured_conn", "conn", "read_writer", "read_write_closer", "stream", "stream"):
         layer = getattr(layer, name, layer)
     return layer if isinstance(layer, trio.SocketStream) else None
-
-
-def _is_closed(connection: Any) -> bool:
-    """Whether we closed the socket under a connection."""
-    stream = _socket_stream(connection)
-    return stream is not None and bool(stream.socket.fileno() < 0)
 
 
 async def abort(connection: Any) -> None:

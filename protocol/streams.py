@@ -16,7 +16,15 @@ import trio
 
 from protocol.errors import ReasonCode, TransportError
 from protocol.frames import MAX_FRAME_BYTES
-from protocol.libp2p_fixes import STREAM_ERRORS, abort, accept_protocol, remote_group, remote_key, select_protocol
+from protocol.libp2p_fixes import (
+    STREAM_ERRORS,
+    QuickLock,
+    abort,
+    accept_protocol,
+    remote_group,
+    remote_key,
+    select_protocol,
+)
 from protocol.limits import CONTROL_PROTOCOL, HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
 
 _HEAD = struct.Struct(">IQ")
@@ -40,7 +48,7 @@ class ControlStream:
         self._net = net_stream
         self._muxed = net_stream.muxed_stream
         self._buffer = bytearray()
-        self._lock = trio.Lock()
+        self._lock = QuickLock()
         self.connection = net_stream.swarm_conn
         self.received_at = trio.current_time()
         self.key = remote_key(self.connection)

@@ -14,7 +14,7 @@ import pytest
 SCENARIOS = Path(__file__).parent / "peers" / "fix_scenarios.py"
 
 
-PARTS = ("streams", "writes", "slots,window,strays,dialing,delay,unasked,port,names,keys")
+PARTS = ("streams", "writes", "slots,window,strays,dialing,delay,unasked,port,names,keys,turns")
 """What runs side by side: the first two take as long as all the others together."""
 
 
@@ -111,6 +111,13 @@ def test_only_ed25519_identities_are_spoken_to(outcomes):
     upstream, fixed = outcomes("keys")
     assert upstream["connected"] == 1
     assert fixed["connected"] == 0
+
+
+def test_a_message_costs_few_turns_of_the_scheduler(outcomes):
+    upstream, fixed = outcomes("turns")
+    assert upstream["whole"]
+    assert fixed["whole"]
+    assert fixed["steps"] < 0.7 * upstream["steps"]
 
 
 def test_transports_that_never_start_are_not_imported():

@@ -319,7 +319,45 @@ async def keys():
         return {"connected": len(host.get_connections())}
 
 
-SCENARIOS = (slots, window, strays, streams, writes, dialing, delay, unasked, port, names, keys)
+class Steps(trio.abc.Instrument):
+    """Counts what the scheduler runs."""
+
+    count = 0
+
+    def before_task_step(self, task):
+        self.count += 1
+
+
+async def turns():
+    """A hundred small messages go there and back, one after another, then a large one."""
+    host, peer, steps = make_swarm(), make_swarm(), Steps()
+
+    async def echo(stream):
+        with contextlib.suppress(Exception):
+            while True:
+                await stream.muxed_stream.write(await stream.muxed_stream.read(65536))
+
+    async with background_trio_service(host), background_trio_service(peer):
+        host.set_stream_handler(echo)
+        connection = await dial(peer, await listen(host), host.get_peer_id())
+        stream = (await connection.new_stream()).muxed_stream
+        trio.lowlevel.add_instrument(steps)
+        whole = True
+        for number in range(100):
+            sent = bytes([number]) * 200
+            await stream.write(sent)
+            whole = whole and await stream.read(65536) == sent
+        trio.lowlevel.remove_instrument(steps)
+        sent, back = os.urandom(200_000), b""
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.write, sent)
+            while len(back) < len(sent):
+                back += await stream.read(65536)
+        return {"steps": steps.count / 100, "whole": whole and back == sent}
+
+
+SCENARIOS = (slots, window, strays, streams, writes, dialing, delay, unasked, port, names, keys, turns)
 
 
 async def bounded(scenario):
