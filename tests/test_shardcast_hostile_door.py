@@ -17,8 +17,8 @@ import pytest
 
 from shardcast.gate import CappedServer, network_of
 from shardcast.server import WeightsServer
-from tests.share_rig import tensors, write
 from tests.shardcast_run import SMALL_SHAPES, WAIT_S, MadeRun, make_run, publishing, until, write_checkpoint
+from tests.share_rig import tensors, write
 
 
 @pytest.fixture
