@@ -85,6 +85,11 @@ class Spec:
         """Turns a field's value into what msgpack packs; None when it is packed as it is."""
         return None
 
+    def writer_of_many(self) -> ReadMany | None:
+        """The same for one field's values in many records, without a Python call for each."""
+        write = self.writer()
+        return None if write is None else lambda values: list(map(write, values))
+
 
 @dataclasses.dataclass(frozen=True)
 class UInt(Spec):
@@ -124,7 +129,8 @@ class Real(Spec):
         return read
 
     def holder_of_many(self) -> HoldMany:
-        return lambda values: _all_of(float, values) and all(map(math.isfinite, values))
+        # A sum is finite only when all of it is; of finite values that add up beyond a double each is looked at.
+        return lambda values: _all_of(float, values) and math.isfinite(sum(values))
 
     def writer(self) -> Callable[[Any], Any]:
         return float
@@ -219,7 +225,14 @@ class Text(Spec):
 
     def holder_of_many(self) -> HoldMany:
         limit = self.limit
-        return lambda values: _all_of(str, values) and all(map(str.isascii, values)) and max(map(len, values)) <= limit
+
+        def hold(values: Sequence[Any]) -> bool:
+            if not _all_of(str, values):
+                return False
+            words = set(values)  # names and reasons: few in many records
+            return all(map(str.isascii, words)) and max(map(len, words)) <= limit
+
+        return hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,8 +289,23 @@ class Seq(Spec):
         return read
 
     def writer(self) -> Callable[[Any], Any]:
-        write_item = self.item.writer()
-        return list if write_item is None else lambda value: [write_item(item) for item in value]
+        write_item, write_many = self.item.writer(), self.item.writer_of_many()
+        if write_item is None or write_many is None:
+            return list
+        item, many = write_item, write_many  # names of their own, which are never None
+        return lambda value: list(many(value)) if len(value) >= MANY else [item(one) for one in value]
+
+    def writer_of_many(self) -> ReadMany:
+        write_many = self.item.writer_of_many()
+        if write_many is None:
+            return lambda values: list(map(list, values))
+        write_items = write_many  # a name of its own, which is never None
+
+        def write(values: Sequence[Any]) -> Sequence[Any]:
+            items = iter(write_items(list(itertools.chain.from_iterable(values))))
+            return [list(itertools.islice(items, len(value))) for value in values]
+
+        return write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +328,9 @@ class Sub(Spec):
 
     def writer(self) -> Callable[[Any], Any]:
         return _record_writer(self.record)
+
+    def writer_of_many(self) -> ReadMany:
+        return _record_writer_of_many(self.record)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,6 +453,21 @@ def _record_writer(cls: type[Any]) -> Callable[[Any], list[Any]]:
         for at, write_field in changed:
             row[at] = write_field(row[at])
         return row
+
+    return write
+
+
+def _record_writer_of_many(cls: type[Any]) -> ReadMany:
+    """Writes many records, field by field."""
+    fields = [(name, spec.writer_of_many()) for name, spec, _ in _read_fields(cls)]
+    takes = [(operator.attrgetter(name), write) for name, write in fields]
+
+    def write(records: Sequence[Any]) -> Sequence[Any]:
+        columns = []
+        for take, write_many in takes:
+            column = list(map(take, records))
+            columns.append(column if write_many is None else write_many(column))
+        return list(map(list, zip(*columns, strict=True)))
 
     return write
 

@@ -1,4 +1,4 @@
-"""Long lists are read by columns: the same records, and the same refusals, as one by one."""
+"""Long lists are read and written by columns: the same records, bytes and refusals as one by one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,10 @@ def test_a_long_list_gives_what_its_items_give_one_by_one(cls: Any, fields: Any,
         assert [type(part) for item in together for part in item.parts] == [
             Part for item in together for _ in item.parts
         ]
-        assert codec.decode(cls, codec.encode(cls(together))).items == together
+        written = codec.encode(cls(together))
+        assert codec.decode(cls, written).items == together
+        one_by_one = [msgpack.unpackb(codec.encode(cls((item,))))[0][0] for item in together]
+        assert written == msgpack.packb([one_by_one], use_bin_type=True)
 
 
 @pytest.mark.parametrize(
