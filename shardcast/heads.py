@@ -44,8 +44,11 @@ def replace_file(path: Path, data: bytes) -> None:
 
     It is not flushed to the disk: after power loss the file may be old or empty, so callers verify what they read.
     """
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_bytes(data)
+    aside = Path(f"{path.parent}/.{path.name}.part")
+    with aside.open("wb", buffering=0) as out:
+        view = memoryview(data)
+        while view:
+            view = view[out.write(view) :]
     aside.replace(path)
 
 

@@ -179,8 +179,9 @@ class Origin:
         self._checkpoints = str(run_dir / "checkpoints")
         self._looked_at: dict[str, tuple[int, int]] = {}
         """Checkpoint folder -> inode and mtime of the checkpoint.json that was last settled."""
-        self._folders: list[str] = []
-        """Checkpoint folders seen last."""
+        self._watch: FolderWatch | None = None
+        self._like: Canonical | None = None
+        """The checkpoint file read last, whose layout is the run's."""
         self._has_layout = False
         self._head_due = 0.0
 
@@ -192,17 +193,16 @@ class Origin:
         """
         if not self.server.url:
             await self.start()
-        watch = FolderWatch()
+        watch = self._watch = FolderWatch()
         try:
             while True:
-                watch.add(self._checkpoints)
+                watch.add(self._checkpoints, looks_after=True)
                 await self.publish_ready()
-                for name in self._folders:
-                    watch.add(f"{self._checkpoints}/{name}")
                 self.refresh_head()
                 self.server.counters.newest = self.store.keys[-1] if self.store.keys else None
                 await watch.wait(CHECKPOINT_LOOK_S)
         finally:
+            self._watch = None
             watch.close()
 
     async def start(self) -> None:
@@ -263,20 +263,22 @@ class Origin:
     def _ready(self) -> list[Checkpoint]:
         """Whole checkpoints that were not looked at since their checkpoint.json was written, in order."""
         found = []
-        folder = Path(self._checkpoints)
         try:
             names = [entry.name for entry in os.scandir(self._checkpoints) if _STEP_DIR.fullmatch(entry.name)]
         except FileNotFoundError:
             return []
-        self._folders = names
+        self._looked_at = {name: self._looked_at[name] for name in names if name in self._looked_at}
         for name in names:
+            folder = f"{self._checkpoints}/{name}"
+            if self._watch is not None:
+                self._watch.add(folder, looks_after=True)
             try:
-                stat = (folder / name / "checkpoint.json").stat()
+                stat = Path(f"{folder}/checkpoint.json").stat()
             except (FileNotFoundError, NotADirectoryError):
                 continue
             if self._looked_at.get(name) == (stat.st_ino, stat.st_mtime_ns):
                 continue
-            checkpoint = read_checkpoint(folder / name)
+            checkpoint = read_checkpoint(Path(folder))
             if checkpoint is None:
                 continue
             if int(name[len("step-") :]) != checkpoint.step:
@@ -319,8 +321,10 @@ class Origin:
             LayoutError: its tensors are not the run's.
         """
         try:
-            canonical = open_safetensors(checkpoint.weights)
-            require_layout(canonical.layout, self.run.manifest.model.layout, str(checkpoint.weights))
+            canonical = open_safetensors(checkpoint.weights, self._like)
+            if self._like is None or canonical.layout is not self._like.layout:
+                require_layout(canonical.layout, self.run.manifest.model.layout, str(checkpoint.weights))
+                self._like = canonical
             return await self._publish(checkpoint, canonical)
         except FileNotFoundError as exc:
             raise PublishError(
@@ -333,19 +337,59 @@ class Origin:
             self.store.add_blob(encode_layout(layout))
             self._has_layout = True
         fresh = OpenCheckpoint(key, canonical)
+        publish = self._publish_at_once if layout.shards == 1 else self._publish_shard_by_shard
         try:
-            publication = await self._publish_open(checkpoint, fresh)
+            publication = await publish(checkpoint, fresh)
         except BaseException:
             fresh.close()
             raise
+        finally:
+            fresh.let_go()
+        log.info("published %s, root %s", publication_name(key), _root(publication).hex()[:16])
         fresh.states, fresh.root = publication.states(), _root(publication)
         self._open.add(fresh)
         self._above = 0 if self._above + 1 >= KEEP_STATE_EVERY or publication.open.base == NO_HASH else self._above + 1
         return publication
 
-    async def _publish_open(self, checkpoint: Checkpoint, fresh: OpenCheckpoint) -> Publication:
-        key = checkpoint.key
-        codec, base = await self._choose(fresh)
+    async def _publish_at_once(self, checkpoint: Checkpoint, fresh: OpenCheckpoint) -> Publication:
+        """A model of one shard: nothing can be shown before all is there, so one thread does all of it in one go. For
+        a model of 1 MB each hand-over between threads costs as much as a signature."""
+        work = asyncio.create_task(asyncio.to_thread(self._make_at_once, checkpoint, fresh))
+        try:
+            await asyncio.wait({work})
+            publication, record = work.result()
+        except BaseException:
+            # A thread can't be stopped, and writes into the folder that is removed next.
+            work.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.wait({work})
+            self.store.abandon(checkpoint.key)
+            raise
+        feed = self.store.open_feed(publication)
+        self.store.show_shard(feed, record, publication.shard_envelope(record.index), wake=False)
+        self.store.show_finished(publication)
+        return publication
+
+    def _make_at_once(self, checkpoint: Checkpoint, fresh: OpenCheckpoint) -> tuple[Publication, ShardRecord]:
+        """Everything but showing it. Blocking."""
+        file = fresh.hold()
+        if file is None:
+            _check_weights(checkpoint)
+        elif len(file) != checkpoint.size or blake3(file).digest() != checkpoint.digest:
+            raise _changed(checkpoint)
+        codec, base = self._choose(fresh)
+        publication = self._opened(checkpoint, fresh, codec, base)
+        self.store.make_folder(publication)
+        record = self._store_shard(publication, fresh, base, 0)
+        if base is not None and self._above + 1 >= KEEP_STATE_EVERY:
+            self._keep_state(publication.key, fresh, 0)
+        publication.take_own(self._seal(SHARD_KIND, record))
+        self._finish(checkpoint, publication)
+        return publication, record
+
+    def _opened(
+        self, checkpoint: Checkpoint, fresh: OpenCheckpoint, codec: Codec, base: OpenCheckpoint | None
+    ) -> Publication:
+        """A publication with its signed open record."""
         opening = PublicationOpen(
             epoch=checkpoint.epoch,
             step=checkpoint.step,
@@ -358,41 +402,50 @@ class Origin:
             max_wire_bytes=fresh.nbytes + (fresh.canonical.layout.shards if codec is not Codec.RAW else 0),
         )
         publication = Publication(self.run)
-        open_envelope = self._seal(OPEN_KIND, opening)
-        publication.take(open_envelope.raw)
+        publication.take_own(self._seal(OPEN_KIND, opening))
+        return publication
+
+    def _finish(self, checkpoint: Checkpoint, publication: Publication) -> None:
+        """Once every shard is stored and the file is the one that was named: manifest, head, and the file of records,
+        flushed. Blocking."""
+        records = [publication.expect(index) for index in range(publication.shards)]
+        manifest = manifest_for(publication.open, [record for record in records if record is not None])
+        if checkpoint.root is not None and manifest.root != checkpoint.root:
+            raise PublishError(f"{checkpoint.weights} does not have the root that its checkpoint.json names")
+        publication.take_own(self._seal(MANIFEST_KIND, manifest))
+        publication.take_own(self._sign_head(publication))
+        self.store.finish_files(publication)
+
+    async def _publish_shard_by_shard(self, checkpoint: Checkpoint, fresh: OpenCheckpoint) -> Publication:
+        codec, base = await asyncio.to_thread(self._choose, fresh)
+        publication = self._opened(checkpoint, fresh, codec, base)
         feed, _ = self.store.begin(publication)
         # The whole file is checked beside the shards: children may fetch early, the manifest waits for the result.
         whole = asyncio.create_task(asyncio.to_thread(_check_weights, checkpoint))
         try:
             last = await self._publish_shards(publication, feed, fresh, base)
             await whole
-            records = [publication.expect(index) for index in range(opening.shards)]
-            manifest = manifest_for(opening, [record for record in records if record is not None])
-            if checkpoint.root is not None and manifest.root != checkpoint.root:
-                raise PublishError(f"{checkpoint.weights} does not have the root that its checkpoint.json names")
-            publication.take(self._seal(MANIFEST_KIND, manifest).raw)
-            publication.take(self._sign_head(publication).raw)
-            await asyncio.to_thread(self.store.finish_files, publication)
+            await asyncio.to_thread(self._finish, checkpoint, publication)
         except BaseException:
             whole.cancel()
             whole.add_done_callback(lambda task: task.cancelled() or task.exception())  # one failure is told
-            self.store.abandon(key)
+            self.store.abandon(checkpoint.key)
             raise
         # The last shard, the manifest and the head become visible together: one answer instead of three.
         self.store.show_shard(feed, last, publication.shard_envelope(last.index))
         self.store.show_finished(publication)
-        log.info("published %s, root %s", publication_name(key), manifest.root.hex()[:16])
         return publication
 
-    async def _choose(self, fresh: OpenCheckpoint) -> tuple[Codec, OpenCheckpoint | None]:
-        """The publication's codec, and what it applies to: the newest one, if that is open and of the same epoch."""
+    def _choose(self, fresh: OpenCheckpoint) -> tuple[Codec, OpenCheckpoint | None]:
+        """The publication's codec, and what it applies to: the newest one, if that is open and of the same epoch.
+        Blocking."""
         if self._codec in (Codec.RAW, Codec.ANCHOR):
             return self._codec, None
         base, newest = self._open.newest, self.store.keys[-1] if self.store.keys else None
         if base is None or base.key != newest or base.key[0] != fresh.key[0]:
             return Codec.ANCHOR, None
         try:
-            pays = await asyncio.to_thread(patch_pays, base, fresh, self._codec)
+            pays = patch_pays(base, fresh, self._codec, self._states.segments)
         except (LayoutError, OSError) as exc:
             log.warning("the checkpoint before can't be read (%s); this publication needs no base", exc)
             pays = False
@@ -409,7 +462,7 @@ class Origin:
             record = await asyncio.to_thread(self._store_shard, publication, fresh, base, index)
             if keep:
                 await asyncio.to_thread(self._keep_state, publication.key, fresh, index)
-            publication.take(self._seal(SHARD_KIND, record).raw)
+            publication.take_own(self._seal(SHARD_KIND, record))
             ready.append(record)
             if len(ready) < publication.shards:
                 self.store.show_shard(feed, record, publication.shard_envelope(index))
@@ -529,7 +582,11 @@ def _root(publication: Publication) -> bytes:
 def _check_weights(checkpoint: Checkpoint) -> None:
     size = checkpoint.weights.stat().st_size
     if size != checkpoint.size or hash_file(checkpoint.weights) != checkpoint.digest:
-        raise PublishError(
-            f"{checkpoint.weights} is not the file that its checkpoint.json names; it was changed or damaged after the "
-            "learner wrote it: remove that checkpoint and let the learner write it again"
-        )
+        raise _changed(checkpoint)
+
+
+def _changed(checkpoint: Checkpoint) -> PublishError:
+    return PublishError(
+        f"{checkpoint.weights} is not the file that its checkpoint.json names; it was changed or damaged after the "
+        "learner wrote it: remove that checkpoint and let the learner write it again"
+    )

@@ -130,7 +130,13 @@ class Publication:
         """
         if raw in self._known:
             return parse(raw).kind
-        envelope = open_envelope(raw, run=self._run.id)
+        return self._add(open_envelope(raw, run=self._run.id))
+
+    def take_own(self, envelope: Envelope) -> str:
+        """Add an envelope that this process has just signed: all of `take` but the signature. Raises as `take`."""
+        return self._add(envelope)
+
+    def _add(self, envelope: Envelope) -> str:
         if envelope.signer not in self._signers:
             raise EnvelopeError("signed by another key than the run's origin's")
         if envelope.kind in (SHARD_KIND, MANIFEST_KIND) and self.opener not in (b"", envelope.signer):
@@ -145,7 +151,7 @@ class Publication:
             self._take_head(envelope)
         else:
             raise PublicationError(f"no record of a publication: {envelope.kind}", ReasonCode.WRONG_KIND)
-        self._known.add(raw)
+        self._known.add(envelope.raw)
         return envelope.kind
 
     def expect(self, index: int) -> ShardRecord | None:

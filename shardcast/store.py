@@ -232,7 +232,12 @@ class Store:
     # --- writing: a publication becomes visible step by step -------------------------------------------------------
 
     def begin(self, publication: Publication) -> tuple[Feed, bool]:
-        """Make room for an opened publication; returns its feed, and whether shards of it may be there already.
+        """Make room for an opened publication; returns its feed, and whether shards of it may be there already."""
+        resume = self.make_folder(publication)
+        return self.open_feed(publication), resume
+
+    def make_folder(self, publication: Publication) -> bool:
+        """The folder of an opened publication; whether shards of it may be there already. Blocking.
 
         A folder left unfinished by a crash is removed. Not so a relay's with several shards of the same publication id:
         they are hashed, and kept.
@@ -254,11 +259,17 @@ class Store:
                 folder.mkdir()
         if resumable and not resume:
             write_file(folder / _OPEN_NAME, opening.raw, durable=False)
-        feed = Feed(key)
-        feed.frames.append(opening.raw)
+        return resume
+
+    def open_feed(self, publication: Publication) -> Feed:
+        """What children may see of a publication whose folder is there: until now that it was opened."""
+        if publication.opening_envelope is None:
+            raise StoreError("a publication without its open record")
+        feed = Feed(publication.key)
+        feed.frames.append(publication.opening_envelope.raw)
         with self._reading:
-            self._feeds[key] = feed
-        return feed, resume
+            self._feeds[feed.key] = feed
+        return feed
 
     def shard_path(self, key: Key, index: int) -> Path:
         return Path(f"{self._place}/{publication_name(key)}/{shard_name(index)}")

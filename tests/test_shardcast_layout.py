@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -140,3 +141,30 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     with pytest.raises(LayoutError):
         open_safetensors(path)
+
+
+def test_a_file_like_one_opened_before_is_not_parsed_again_and_any_other_is(tmp_path: Path) -> None:
+    def written(name: str, text: str) -> Path:
+        (tmp_path / name).write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(8))
+        return tmp_path / name
+
+    text = '{"v":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    first = open_safetensors(written("first", text))
+    same = open_safetensors(written("same", text), first)
+    assert same.layout is first.layout and same.path == tmp_path / "same"
+    other = open_safetensors(written("other", text.replace('"v"', '"w"')), first)
+    assert [spec.name for spec in other.layout.tensors] == ["w"]
+    short = written("short", text)
+    short.write_bytes(short.read_bytes()[:-1])
+    with pytest.raises(LayoutError):
+        open_safetensors(short, first)
+
+
+def test_what_is_no_file_and_a_name_that_is_no_text_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="no regular file"):
+        open_safetensors(tmp_path / "fifo")
+    text = rb'{"\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    (tmp_path / "half").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(LayoutError):
+        open_safetensors(tmp_path / "half")

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
+import struct
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from protocol.envelope import open_envelope
 from protocol.errors import UsageError
 from protocol.identity import Identity
 from shardcast.errors import LayoutError, PublishError
-from shardcast.origin import Origin
+from shardcast.layout import root_of_safetensors
+from shardcast.origin import Origin, read_checkpoint
 from shardcast.publication import split_frames
-from shardcast.records import Head
+from shardcast.records import Head, ShardRecord
 from shardcast.server import wall_clock_ms
-from shardcast.store import published_heads
+from shardcast.store import published_heads, read_publication
+from shardcast.watch import FolderWatch
 from tests.shardcast_run import (
     SMALL_SHAPES,
     WAIT_S,
@@ -28,6 +35,7 @@ from tests.shardcast_run import (
     pulling,
     relaying,
     until,
+    weights,
     write_checkpoint,
 )
 
@@ -35,6 +43,24 @@ from tests.shardcast_run import (
 @pytest.fixture
 def small(tmp_path: Path) -> MadeRun:
     return make_run(tmp_path / "run", SMALL_SHAPES)
+
+
+def write_raw(directory: Path, step: int, order: list[str], seed: int) -> None:
+    """A checkpoint whose tensors lie in the file in this order."""
+    tensors, table, data = weights(SMALL_SHAPES, seed), {}, b""
+    for name in order:
+        end = len(data) + tensors[name].nbytes
+        table[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [len(data), end]}
+        data += tensors[name].tobytes()
+    text = json.dumps(table).encode()
+    file = struct.pack("<Q", len(text)) + text + data
+    folder = directory / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(file)
+    entry = {"size": len(file), "blake3": blake3(file).hexdigest()}
+    (folder / "checkpoint.json").write_text(
+        json.dumps({"epoch": 0, "step": step, "files": {"model.safetensors": entry}})
+    )
 
 
 async def test_a_half_written_checkpoint_is_not_published(small: MadeRun, tmp_path: Path) -> None:
@@ -182,3 +208,60 @@ async def test_the_head_is_signed_again_before_it_goes_stale_and_relays_pass_it_
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await origin.close()
+
+
+async def test_a_small_file_in_any_order_of_tensors_is_published_as_what_it_is(small: MadeRun) -> None:
+    """A small file is read once, as a whole; its tensors may lie in it in any order."""
+    origin = Origin(small.directory, identity=small.origin)
+    for step, order in enumerate((sorted(SMALL_SHAPES), sorted(SMALL_SHAPES, reverse=True))):
+        write_raw(small.directory, step, order, seed=step)
+        assert await origin.publish_ready() == 1
+        path = small.directory / "checkpoints" / f"step-{step:08d}" / "model.safetensors"
+        publication = read_publication(origin.store.folder((0, step)), small.run)
+        assert publication.manifest is not None and publication.manifest.root == root_of_safetensors(path)
+    await origin.close()
+
+
+async def test_a_publication_that_is_cancelled_leaves_nothing_and_is_made_anew(
+    small: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = Origin(small.directory, identity=small.origin)
+    write_checkpoint(small.directory, 0, 0, SMALL_SHAPES, seed=0)
+    checkpoint = read_checkpoint(small.directory / "checkpoints" / "step-00000000")
+    assert checkpoint is not None
+    storing, go_on, store = threading.Event(), threading.Event(), origin._store_shard
+
+    def held(*args: Any) -> ShardRecord:
+        storing.set()
+        assert go_on.wait(WAIT_S)
+        return store(*args)
+
+    monkeypatch.setattr(origin, "_store_shard", held)
+    task = asyncio.create_task(origin.publish(checkpoint))
+    await until(storing.is_set, "the shard")
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done(), "the thread still writes"
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert origin.store.keys == [] and not origin.store.folder((0, 0)).exists()
+    await origin.publish(checkpoint)
+    assert origin.store.keys == [(0, 0)]
+    await origin.close()
+
+
+async def test_hidden_names_wake_nobody(tmp_path: Path) -> None:
+    """A learner writes checkpoints under hidden names first: each would be looked for in vain."""
+    watch = FolderWatch()
+    if not watch.works:
+        pytest.skip("no inotify here")
+    watch.add(tmp_path, looks_after=True)
+    (tmp_path / ".step.part").mkdir()
+    (tmp_path / ".file").write_bytes(b"x")
+    assert not await watch.wait(0.3)
+    (tmp_path / ".step.part").rename(tmp_path / "step")
+    assert await watch.wait(WAIT_S)
+    (tmp_path / "file").write_bytes(b"x")
+    assert await watch.wait(WAIT_S)
+    watch.close()
