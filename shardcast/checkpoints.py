@@ -23,7 +23,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from protocol.errors import ReasonCode
-from protocol.files import fsync_dir, write_atomic
+from protocol.files import fsync_dir, open_regular, write_atomic
 from protocol.limits import MAX_MODEL_FILE_BYTES, MAX_MODEL_FILES
 from shardcast.errors import LayoutError, PublishError, StoreError
 from shardcast.layout import Canonical, Layout, make_layout, open_safetensors, safetensors_header
@@ -100,7 +100,7 @@ def find(folder: Path, now: float) -> list[Found]:
     found: dict[int, Found] = {}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         step = step_of(entry.name)
-        if entry.name.startswith((".", "tmp")) or step is None or not entry.is_dir():
+        if entry.name.startswith((".", "tmp")) or step is None or not _is(entry.is_dir):
             continue
         one = _look(Path(entry.path), step, now)
         if one is not None:
@@ -110,16 +110,24 @@ def find(folder: Path, now: float) -> list[Found]:
 
 def _look(folder: Path, step: int | None, now: float) -> Found | None:
     try:
-        names = {entry.name for entry in os.scandir(folder) if entry.is_file()}
+        names = {entry.name for entry in os.scandir(folder) if _is(entry.is_file)}
         weights = _weights(folder, names)
         files = tuple(folder / name for name in MODEL_FILES if name in names)[:MAX_MODEL_FILES]
         if not weights:
             return None
         rows = [(path.name, path.stat()) for path in (*weights, *files)]
-    except FileNotFoundError:
-        return None  # it is being written, or removed
+    except OSError:
+        return None  # it is being written or removed, or may not be read: it is looked at again
     mark = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in rows)
     return Found(folder, step, weights, files, mark, now - max(stat.st_mtime for _, stat in rows))
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """Whether an entry is of a kind; a link that leads in a circle, or where nobody may look, is of none."""
+    try:
+        return kind()
+    except OSError:
+        return False
 
 
 def _weights(folder: Path, names: set[str]) -> tuple[Path, ...]:
@@ -153,7 +161,7 @@ def is_whole(found: Found) -> bool:
     """Whether every weights file is as long as its header says, and may be read."""
     try:
         for path in found.weights:
-            open_safetensors(path)
+            _header(path)
     except (LayoutError, OSError):
         return False
     return True
@@ -177,9 +185,15 @@ def layout_of(found: Found) -> Layout:
 
 def _open(found: Found) -> list[Canonical]:
     try:
-        return [open_safetensors(path) for path in found.weights]
+        return [_header(path) for path in found.weights]
     except OSError as exc:
         raise _unreadable(found, exc) from exc
+
+
+def _header(path: Path) -> Canonical:
+    """What a weights file holds. Raises LayoutError, OSError: for a pipe, too, which would never answer."""
+    open_regular(path).close()
+    return open_safetensors(path)
 
 
 def _unreadable(found: Found, error: OSError) -> PublishError:
@@ -195,6 +209,8 @@ def _merged(parts: list[Canonical]) -> tuple[Layout, dict[str, tuple[int, int]]]
     places: dict[str, tuple[int, int]] = {}
     for number, part in enumerate(parts):
         for spec in part.layout.tensors:
+            if any("\ud800" <= char <= "\udfff" for char in spec.name):
+                raise LayoutError(f"tensor {spec.name!r} has a name that is no text; rename it")
             if spec.name in tensors:
                 raise LayoutError(
                     f"tensor {spec.name!r} is in {part.path.name} and in another file; remove one of them"
@@ -233,7 +249,7 @@ def stage(found: Found, step: int, target: Path, stop: Callable[[], bool] = lamb
     try:
         for part in parts:
             try:
-                files.append(os.open(part.path, os.O_RDONLY | os.O_CLOEXEC))
+                files.append(os.open(part.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             except OSError as exc:
                 raise _unreadable(found, exc) from exc
         with (target / "model.safetensors").open("wb") as out:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from protocol.commands import printable
 from protocol.errors import DecodeError, ProtocolError, ReasonCode, UsageError
 from protocol.files import write_atomic
 from protocol.identity import Identity, load_or_create_identity
@@ -97,7 +98,7 @@ class FolderOrigin:
         self._opened = opened
         self._listen = listen
         self._terms = terms
-        self._name = name or folder.resolve().name
+        self._name = printable(name or folder.resolve().name)
         self._keep_bytes = keep_bytes
         self._pins = pins
         self._everything = everything
@@ -339,7 +340,7 @@ class FolderOrigin:
 
     def _refuse(self, found: Found, error: ProtocolError) -> None:
         self._say(
-            f"{found.folder.name} is left out: {error}",
+            f"{printable(found.folder.name)} is left out: {printable(str(error))}",
             {"refused": found.folder.name, "reason": str(error.code), "message": str(error)},
         )
 
