@@ -67,6 +67,83 @@ _TOLD_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGALRM})
 logger = logging.getLogger("headwater.host")
 
 
+class _Link(asyncio.Protocol):
+    """The local socket: hands each message over as it arrives, which costs less than a stream that a task reads.
+
+    Args:
+        receive: told of every message: what it is, its number, its body.
+    """
+
+    def __init__(self, receive: Callable[[Message, int, bytes], None]) -> None:
+        self._receive = receive
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._room = asyncio.Event()
+        self._room.set()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the socket is closed; failed when it broke, or when what came can't be."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        try:
+            while (message := self._take()) is not None:
+                self._receive(*message)
+        except Exception as exc:  # noqa: BLE001  (the supervisor's to raise: whoever waits for `ended`)
+            self._end(exc)
+            self.close()
+
+    def _take(self) -> tuple[Message, int, bytes] | None:
+        """The next whole message. Raises TransportError: its length can't be."""
+        if len(self._buffer) < 4 or self.is_closing():
+            return None
+        (size,) = struct.unpack_from(">I", self._buffer)
+        if not 9 <= size <= MAX_MESSAGE_BYTES:
+            raise TransportError(f"the host process sent a message of {size} bytes; this is a bug of headwater")
+        if len(self._buffer) < 4 + size:
+            return None
+        message, number = struct.unpack_from(">BQ", self._buffer, 4)
+        body = bytes(self._buffer[13 : 4 + size])
+        del self._buffer[: 4 + size]
+        return Message(message), number, body
+
+    def write(self, message: Message, number: int, body: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(struct.pack(">IBQ", 9 + len(body), message, number) + body)
+
+    async def drain(self) -> None:
+        """Return when there is room for more. It ends with the host process, if that never reads."""
+        await self._room.wait()
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._room.set()
+        self._end(exc)
+
+    def _end(self, exc: Exception | None) -> None:
+        if self.ended.done():
+            return
+        if exc is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(exc)
+
+    def is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
 class HostProcess:
     """One libp2p host process under supervision.
 
@@ -102,7 +179,7 @@ class HostProcess:
         if max_per_address is not None:
             self._arguments += ["--max-per-address", str(max_per_address)]
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._link: _Link | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._first: asyncio.Future[None] | None = None
@@ -198,8 +275,8 @@ class HostProcess:
         if not self._ready.is_set() and self._process is not None and self._process.returncode is None:
             self._process.kill()  # still importing: it has spoken to nobody, and would hear of our end seconds later
         self._ready.clear()
-        if self._writer is not None:
-            self._writer.close()
+        if self._link is not None:
+            self._link.close()
         if self._supervisor is not None:
             done, _ = await asyncio.wait([self._supervisor], timeout=STOP_S)
             if not done:
@@ -254,14 +331,15 @@ class HostProcess:
                 stderr=log,
                 env={**os.environ, "PY_YAMUX_RELEASE_ON_READ": "0", "MALLOC_ARENA_MAX": "2"},
             )
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=4 * MIB)
+        loop = asyncio.get_running_loop()
+        _, self._link = await loop.create_connection(lambda: _Link(self._receive), sock=ours)
         try:
-            await self._read(reader)
-        except (ConnectionError, asyncio.IncompleteReadError):
+            await self._link.ended
+        except ConnectionError:
             pass
         finally:
             self._ready.clear()
-            self._writer.close()
+            self._link.close()
             await self._reap(self._process)
 
     async def _reap(self, process: asyncio.subprocess.Process) -> None:
@@ -281,15 +359,6 @@ class HostProcess:
         if self._log.exists() and self._log.stat().st_size > MAX_LOG_BYTES:
             self._log.replace(self._log.with_suffix(self._log.suffix + ".old"))
         return self._log.open("ab")
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while True:
-            (size,) = struct.unpack(">I", await reader.readexactly(4))
-            if not 9 <= size <= MAX_MESSAGE_BYTES:
-                raise TransportError(f"the host process sent a message of {size} bytes; this is a bug of headwater")
-            raw = await reader.readexactly(size)
-            message, number = struct.unpack_from(">BQ", raw)
-            self._receive(Message(message), number, raw[9:])
 
     def _receive(self, message: Message, number: int, body: bytes) -> None:
         if message in (Message.RESULT, Message.STATS):
@@ -334,9 +403,9 @@ class HostProcess:
     # --- messages ----------------------------------------------------------------------------------------------
 
     def _write(self, message: Message, number: int, body: bytes) -> None:
-        if self._writer is None or self._writer.is_closing():
+        if self._link is None or self._link.is_closing():
             raise TransportError("our libp2p host process is not running")
-        self._writer.write(struct.pack(">IBQ", 9 + len(body), message, number) + body)
+        self._link.write(message, number, body)
 
     async def _ask(self, message: Message, body: bytes, deadline_s: float) -> bytes:
         number, self._next = self._next, self._next + 1
@@ -375,8 +444,8 @@ class HostProcess:
                     logger.exception("a control handler failed")
                     reply = refusal(ReasonCode.INTERNAL, "the request failed here; the operator finds it in the log")
             self._write(Message.REPLY, number, bytes([reply.charge]) + pack_frame(reply))
-            if self._writer is not None:
-                await self._writer.drain()
+            if self._link is not None:
+                await self._link.drain()
         except (TransportError, ConnectionError) as exc:
             logger.debug("a reply could not be handed over: %s", exc)
         finally:
