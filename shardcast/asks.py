@@ -42,12 +42,16 @@ class Ask:
 
 
 class Sink(Protocol):
-    """Where one publication's shards go. `asks` and `verified` are called in the event loop, the others may block and
-    are called in threads, `take` for several shards at once but never twice at once for one."""
+    """Where one publication's shards go. `present` and `take` may block and are called in threads, `take` for several
+    shards at once but never twice at once for one; the others are called in the event loop."""
 
     def asks(self, record: ShardRecord) -> Sequence[Ask]:
         """In order of preference: the next is tried where a source refuses one. Asked anew before each request. Empty
         when nothing can be asked yet: the shard's signed record is still to come."""
+
+    def may_be_present(self, record: ShardRecord) -> bool:
+        """Whether `present` has to be asked at all. At once: most shards of most downloads are new, and asking costs
+        another thread's turn."""
 
     def present(self, record: ShardRecord) -> bool:
         """Whether this shard needs no request: an earlier process left it (re-hashed, not believed), or it did not

@@ -157,8 +157,7 @@ class Download:
             # Whoever sent the manifest kept records back that nothing can be asked for without.
             self._gathering = True
             self._spawn(self._gather(self.publication))
-        if self._unlooked and self._looking is None:
-            batch = [self._unlooked.popleft() for _ in range(min(_PRESENT_AT_ONCE, len(self._unlooked)))]
+        if self._unlooked and self._looking is None and (batch := self._to_look_for()):
             self._looking = self._spawn(self._look(batch))
         for attempt, (request, _, _) in self._requests.items():
             attempt.began, attempt.got = request.progress.began, request.progress.got
@@ -201,6 +200,18 @@ class Download:
         else:
             self._waiting.add(index)
             self._schedule.postpone(index)
+
+    def _to_look_for(self) -> list[int]:
+        """The next shards that may be on the own disk; those before them that can't be are planned."""
+        batch: list[int] = []
+        while self._unlooked and len(batch) < _PRESENT_AT_ONCE:
+            index = self._unlooked.popleft()
+            record = self.publication.expect(index)
+            if record is not None and self.sink.may_be_present(record):
+                batch.append(index)
+            else:
+                self._plan(index)
+        return batch
 
     async def _look(self, batch: list[int]) -> None:
         """Which of these shards are here already, or need no request."""

@@ -151,6 +151,9 @@ class PolicySink:
         older = (base.state(record.index) for base in self._bases if base.key < key)
         return state_asks(key, record, next((state for state in older if state != NO_HASH), NO_HASH))
 
+    def may_be_present(self, record: ShardRecord) -> bool:
+        return self.resumed or self._base(record.index, record.new_hash) is not None
+
     def present(self, record: ShardRecord) -> bool:
         start = len(self._header) + record.index * SHARD_BYTES
         if self.resumed and hash_region(self._descriptor(), start, record.raw_bytes) == record.new_hash:

@@ -198,7 +198,7 @@ class RelayServer:
     async def _make_sink(self, publication: Publication) -> tuple[Sink, bool]:
         await self._fetch_blobs()
         feed, resume = self.store.begin(publication)
-        return StoreSink(self.states, publication, feed), resume
+        return StoreSink(self.states, publication, feed, resumed=resume), resume
 
     async def _on_whole(self, publication: Publication, sink: Sink) -> None:
         # Every record is needed on disk, also those that the source of the shards held back.

@@ -90,28 +90,40 @@ class RelayStates(StateMaker):
 class StoreSink:
     """`asks.Sink` of one publication under way into a relay's store."""
 
-    def __init__(self, states: RelayStates, publication: Publication, feed: Feed) -> None:
+    def __init__(self, states: RelayStates, publication: Publication, feed: Feed, *, resumed: bool = True) -> None:
+        """
+        Args:
+            resumed: shards may be there that an earlier process left.
+        """
         self.publication = publication
         self.states: set[bytes] = set()
         """State hashes of what this download put among the states."""
         self._states = states
         self._store = states.store
         self._feed = feed
+        self._resumed = resumed
+        self._placed: set[int] = set()
+        """Shards whose frames are here, their hash compared."""
+        self._places: dict[int, Path] = {}
         states.coming.add(self)
 
     def asks(self, record: ShardRecord) -> Sequence[Ask]:
         if record.wire_hash == NO_HASH:
             return ()  # a relay passes frames on: its record must come first
-        if not self._place(record).exists():
+        if record.index not in self._placed:
             return [shard_ask(self._feed.key, record)]
         own = self._own(record.index)
         return state_asks(self._feed.key, record, own.state if own is not None else NO_HASH)
+
+    def may_be_present(self, record: ShardRecord) -> bool:
+        return self._resumed
 
     def present(self, record: ShardRecord) -> bool:
         place = self._place(record)
         if not place.exists():
             return False
         if place.stat().st_size == record.wire_bytes and hash_file(place) == record.wire_hash:
+            self._placed.add(record.index)
             return self._whole(record)
         place.unlink()
         return False
@@ -121,9 +133,10 @@ class StoreSink:
             raise StoreError("this download was given up")
         if ask.digest is not None:
             place = self._place(record)
-            aside = place.with_name(f".{place.name}.part")
+            aside = Path(f"{place}.part")
             write_file(aside, body, durable=False)
             aside.replace(place)
+            self._placed.add(record.index)
             return self._whole(record)
         with working:
             return self._take_state(record, ask, body)
@@ -155,7 +168,10 @@ class StoreSink:
         self._store.abandon(self._feed.key)
 
     def _place(self, record: ShardRecord) -> Path:
-        return self._store.shard_path(self._feed.key, record.index)
+        place = self._places.get(record.index)
+        if place is None:
+            place = self._places[record.index] = self._store.shard_path(self._feed.key, record.index)
+        return place
 
     def _whole(self, record: ShardRecord) -> bool:
         """Whether the state after this shard can be made here, now that its frame is."""

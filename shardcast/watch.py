@@ -108,7 +108,7 @@ def _matter(events: bytes) -> bool:
     while at < len(events):
         _, mask, _, size = _EVENT.unpack_from(events, at)
         at += _EVENT.size
-        if not mask & _ENDED and events[at : at + 1] != b".":
+        if not mask & _ENDED and not (size and events[at] == ord(".")):
             return True
         at += size
     return False

@@ -42,6 +42,9 @@ class MemorySink:
         path = f"p/{self.publication.key[0]}-{self.publication.key[1]}/shard/{record.index}"
         return [Ask(record.index, path, record.wire_bytes, record.wire_bytes, record.wire_hash)]
 
+    def may_be_present(self, record: ShardRecord) -> bool:
+        return bool(self.here)
+
     def present(self, record: ShardRecord) -> bool:
         return record.index in self.here
 
