@@ -140,6 +140,10 @@ def outvoted(submission: SubmissionState) -> dict[bytes, int]:
     wrong: Counter[bytes] = Counter()
     decided = submission.verdict_index or 0
     heard = [state for state in standing(submission) if state.index <= decided]
+    if not any(one.outcome == REJECT for state in heard for one in state.verdict.outcomes) and not any(
+        outcome.status == REJECTED for outcome in submission.outcomes
+    ):
+        return {}  # nearly all submissions, and this is asked twice of each
     opposite = {ACCEPTED: REJECT, REJECTED: ACCEPT}
     for position, outcome in enumerate(submission.outcomes):
         if outcome.status in opposite:

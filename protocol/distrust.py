@@ -20,7 +20,8 @@ the validator itself (`state`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from protocol import decision, draws, standing
 from protocol.errors import LedgerError, ReasonCode
@@ -67,14 +68,20 @@ def to_check(
         outcomes: an earlier decision's; those of now by default.
     """
     rounds = {state.index: number for number, state in submission.verdicts.items()}
-    digest, number = submission.intent.digest, submission.number
+    drawn = _drawn(submission, secret)
     return [
         (outcome.verdict, position)
         for position, outcome in enumerate(submission.outcomes if outcomes is None else outcomes)
         if outcome.status == ACCEPTED
         and outcome.verdict is not None
-        and draws.wants_check(secret, digest, number, rounds[outcome.verdict], position // samples)
+        and drawn(rounds[outcome.verdict], position // samples)
     ]
+
+
+def _drawn(submission: SubmissionState, secret: bytes) -> Callable[[int, int], bool]:
+    """Whether (round, place of a task) is drawn: asked of every rollout, and the same for a whole group."""
+    digest, number = submission.intent.digest, submission.number
+    return functools.cache(lambda round_number, task: draws.wants_check(secret, digest, number, round_number, task))
 
 
 def accused(said: VerdictEvidence, submissions: Iterable[SubmissionState]) -> bytes:
@@ -102,12 +109,12 @@ def accused(said: VerdictEvidence, submissions: Iterable[SubmissionState]) -> by
 
 def rejections_to_check(submission: SubmissionState, samples: int, secret: bytes) -> list[tuple[int, int]]:
     """The same of the rollouts that its verdicts reject, whatever became of them: the same draw, of the same groups."""
-    digest, number = submission.intent.digest, submission.number
+    drawn = _drawn(submission, secret)
     return [
         (state.index, position)
         for round_number, state in submission.verdicts.items()
         for position, outcome in enumerate(state.verdict.outcomes)
-        if outcome.outcome == REJECT and draws.wants_check(secret, digest, number, round_number, position // samples)
+        if outcome.outcome == REJECT and drawn(round_number, position // samples)
     ]
 
 

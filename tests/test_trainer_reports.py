@@ -220,7 +220,7 @@ async def test_one_member_cannot_flood_the_desk(desk: Desk) -> None:
 async def test_passes_are_made_once_and_name_only_who_is_there(desk: Desk) -> None:
     members = desk.coordinator.members
     node = desk.coordinator.book.state.nodes[NODES[0].public]
-    assert members.passes(node) == members.passes(node), "the same envelopes, not new ones at every heartbeat"
+    assert members.sources(node) == members.sources(node), "the same envelopes, not new ones at every heartbeat"
     members.proofs = {pair: Proof(since=-1e9) for pair in members.proofs}
     assert await desk.parents(NODES[0]) == []
     assert await desk.parents(FIRST) == [desk.coordinator.run.manifest.origin]

@@ -67,6 +67,26 @@ async def test_the_one_that_waits_still_gets_what_it_waits_for(tmp_path: Path) -
         desk.close()
 
 
+async def test_a_validator_that_waits_hears_of_its_job_and_nobody_else_is_woken(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "run")
+    try:
+        desk.publish(0)
+        for name, role in (("node", "inference"), ("other", "inference"), ("validator-0", "validator")):
+            desk.join(name, role)
+        lease = desk.lease("node")
+        waits = asyncio.create_task(asks(desk, "validator-0", "validator")())
+        await asyncio.sleep(0.05)
+        for_work = desk.book.changes.ticket()
+        desk.lease("other")
+        assert not for_work.is_set(), "one lease more is no reason for the others to ask again"
+        desk.upload(lease)
+        assert for_work.is_set()
+        reply = await asyncio.wait_for(waits, 5)
+        assert reply.job
+    finally:
+        desk.close()
+
+
 async def test_the_crowd_is_counted_once_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(tmp_path / "run", leases__tasks_per_step=1)
     counted, count = [], leases.Census.of

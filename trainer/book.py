@@ -37,6 +37,9 @@ TREE_S = 2.0
 """Members get the newest signed tree head with each heartbeat; this often it is made anew. Seldomer lets a coordinator
 that shows two ledgers go unnoticed for longer; oftener costs a signature each time."""
 
+_OPENS_NOTHING = frozenset({"lease", "job", "draws.opened", "draws.revealed"})
+"""Events after which nobody gets a lease who would not have got one before, and no batch closes."""
+
 _FROM_MEMBERS = ("node.joined", "submission", "verdict")
 """Events whose subject is a member's own envelope."""
 
@@ -77,6 +80,9 @@ class Book:
     log: EventFile = field(default_factory=lambda: EventFile(None))
     state: RunState = field(default_factory=RunState)
     changes: Changes = field(default_factory=Changes)
+    """Something was entered, or seen, that may make room for a lease or a batch."""
+    jobs: Changes = field(default_factory=Changes)
+    """A job was drawn."""
     window: Window = field(init=False)
     plants: Plants = field(init=False)
     tree: ProofTree = field(init=False)
@@ -224,7 +230,10 @@ class Book:
         """
         appended = self.ledger.append(event, body, subject, self._check)
         self._follow(appended)
-        self.changes.notify()
+        if event not in _OPENS_NOTHING:
+            self.changes.notify()
+        elif event == "job":
+            self.jobs.notify()
         return appended
 
     def _check(self, entry: LedgerEntry) -> None:

@@ -27,7 +27,7 @@ from protocol.files import write_atomic
 from protocol.records import REJECT, Ack, Job, JobDrawn, JobReply, JobRequest, TieLapsed, Verdict, VerdictDetails
 from protocol.state import NodeState, SubmissionState
 from trainer import batches
-from trainer.book import Book
+from trainer.book import Book, Changes
 from trainer.drawing import Drawing
 from trainer.drops import Drops
 from trainer.errors import RefusedEntryError
@@ -83,6 +83,8 @@ class Judging:
     _writing: set[tuple[int, int]] = field(default_factory=set)
     """(submission, round) whose details are being written. Two at once would leave one verdict's details on the disk
     and the other verdict in the ledger."""
+    _written: Changes = field(default_factory=Changes)
+    """One of these is done."""
 
     def __post_init__(self) -> None:
         self.evidence = Evidence(self.book, self.files, self.news, self.leasing.close_all_of)
@@ -228,7 +230,7 @@ class Judging:
         loop = asyncio.get_running_loop()
         end = loop.time() + min(request.wait_ms / 1000, MAX_WAIT_S)
         while not turn.over:
-            ticket = self.book.changes.ticket()
+            ticket = self.book.jobs.ticket()
             found = self._choose(node.key)
             if found is not None:
                 self.delivered[found[1].job_id] = self.monotonic()
@@ -305,14 +307,14 @@ class Judging:
             return await self._take_down(member, verdict, attachment, submission, job)
         finally:
             self._writing.discard((submission.index, job.round))
-            self.book.changes.notify()
+            self._written.notify()
 
     async def _take(self, node: NodeState, verdict: Verdict) -> tuple[SubmissionState, JobDrawn] | None:
         """The open job a verdict answers, with the place for its details held; None when it was already counted."""
         loop = asyncio.get_running_loop()
         end = loop.time() + VERDICT_WAIT_S
         while True:
-            ticket = self.book.changes.ticket()
+            ticket = self._written.ticket()
             found = self._find(node, verdict)
             if found is None:
                 return None
@@ -322,7 +324,7 @@ class Judging:
                 return found
             if loop.time() >= end:
                 raise ProtocolError("another verdict on this job is still being written", ReasonCode.BUSY)
-            await self.book.changes.wait(ticket, end - loop.time())
+            await self._written.wait(ticket, end - loop.time())
 
     async def _take_down(
         self, member: Member, verdict: Verdict, attachment: bytes, submission: SubmissionState, job: JobDrawn

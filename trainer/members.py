@@ -31,7 +31,7 @@ from protocol.records import Heartbeat, HeartbeatReply, JoinReply, JoinRequest
 from protocol.state import ROLES, NodeState
 from shardcast.records import CHALLENGE_KIND, Challenge
 from trainer import waiting
-from trainer.book import Book
+from trainer.book import Book, Changes
 from trainer.config import RunConfig
 from trainer.news import News
 from trainer.parents import Parents, Seen
@@ -96,6 +96,8 @@ class Members:
     proofs: dict[tuple[bytes, str], Proof] = field(default_factory=dict)
     distrusted: Callable[[], set[bytes]] = field(default=set)
     """Relays left out of the plan without proof; `trainer.reports` knows."""
+    _announced: Changes = field(default_factory=Changes)
+    """A relay address came, or one that was proven counts for nothing any more."""
     _resolvers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolver")
     )
@@ -189,13 +191,10 @@ class Members:
             if nodes[key].role == "validator" and nodes[key].state != "suspended" and self.live(key)
         ]
 
-    def weights(self, node: NodeState) -> tuple[str, ...]:
-        """URLs `node` pulls weights from, best first."""
-        return tuple(place.url for place in self.parents.places(node))
-
-    def passes(self, node: NodeState) -> tuple[bytes, ...]:
-        """Its passes for those, in the same order."""
-        return self.parents.passes(node, self.parents.places(node))
+    def sources(self, node: NodeState) -> tuple[tuple[str, ...], tuple[bytes, ...]]:
+        """URLs `node` pulls weights from, best first, and its passes for those."""
+        places = self.parents.places(node)
+        return tuple(place.url for place in places), self.parents.passes(node, places)
 
     def _seen(self, relay: bytes) -> Seen:
         """What the plan needs to know of one relay."""
@@ -232,18 +231,20 @@ class Members:
         self._hear(key, member.address)
         if request.role == "relay":
             self._register_addresses(key, request.addresses)
+            self._announced.notify()
         self.book.changes.notify()
+        weights, passes = self.sources(node)
         return JoinReply(
             nonce=request.nonce,
             time=self.book.now_ms(),
             state=node.state,
-            weights=self.weights(node),
+            weights=weights,
             ingress=self.book.run.manifest.ingress[0],
             heartbeat_ms=self.book.run.manifest.leases.heartbeat_ms,
             message=self._welcome(node),
             manifest=self.book.manifest_hash,
             tree=self.book.tree_head(),
-            passes=self.passes(node),
+            passes=passes,
         )
 
     async def heartbeat(self, member: Member, beat: Heartbeat, attachment: bytes) -> HeartbeatReply:
@@ -257,10 +258,11 @@ class Members:
         session.sent = beat.sent
         newest = self.book.state.newest_policy
         session.lag = 0 if newest is None else max(0, newest.step - beat.step)
+        weights, passes = self.sources(node)
         return HeartbeatReply(
             time=self.book.now_ms(),
             state=node.state,
-            weights=self.weights(node),
+            weights=weights,
             step=0 if newest is None else newest.step,
             finished=self.book.state.finished is not None,
             accepted=node.accepted,
@@ -269,7 +271,7 @@ class Members:
             waits_for=waiting.member(self.book.state, self.book.window, node, len(self.validators()))[:512],
             manifest=self.book.manifest_hash,
             tree=self.book.tree_head(),
-            passes=self.passes(node),
+            passes=passes,
         )
 
     def _measure(self, session: Session, before: float, sent: int) -> None:
@@ -320,6 +322,7 @@ class Members:
             if proof.proven and self.blocked.covers(proof.address):
                 proof.proven, proof.failure = False, "the operator blocked its address"
             proof.next_probe = 0.0
+        self._announced.notify()
         self.book.changes.notify()
 
     # --- relay addresses ------------------------------------------------------------------------------------------
@@ -346,11 +349,11 @@ class Members:
         timeout = aiohttp.ClientTimeout(total=PROBE_S)
         async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
             while True:
-                ticket = self.book.changes.ticket()
+                ticket = self._announced.ticket()
                 now = self.monotonic()
                 due = [(pair, proof) for pair, proof in self.proofs.items() if proof.next_probe <= now]
                 await asyncio.gather(*(self._prove(session, key, url, proof) for (key, url), proof in due))
-                await self.book.changes.wait(ticket, 1.0)
+                await self._announced.wait(ticket, 1.0)
 
     async def _prove(self, session: aiohttp.ClientSession, key: bytes, url: str, proof: Proof) -> None:
         was, failure = proof.proven, ""

@@ -9,6 +9,7 @@ Not covered: the plan, what a pass is (`shardcast.passes`), proving addresses (`
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 from collections.abc import Callable
@@ -146,6 +147,7 @@ class Parents:
         return made
 
 
+@functools.lru_cache(maxsize=1024)
 def network_of(address: str | None) -> str | None:
     """The network an address counts for: its first 16 bits (IPv4) or 32 bits (IPv6), of which one person rarely has
     three. None for no address."""

@@ -58,7 +58,8 @@ class Request:
     """What the answer may take (`answer_s`)."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), default=bytes.hex)
+        said = [vars(one) for one in self.said]  # `asdict` would copy every outcome of every verdict by itself
+        return json.dumps({**vars(self), "said": said}, default=bytes.hex)
 
     @staticmethod
     def from_json(line: str) -> Request:
