@@ -29,6 +29,11 @@ DOMAIN = b"headwater/1\0"
 """Prefix of all signed bytes. Changing it makes every stored signature invalid."""
 
 _MAX_KIND = 32
+_SIGNATURE_BYTES = 64
+_BEFORE = struct.Struct(">H32s32sB")
+"""After the kind: version, run, signer, length of the audience."""
+_AFTER = struct.Struct(">QQQI")
+"""After the audience: sequence, issued at, expires at, length of the payload."""
 
 
 @dataclass(frozen=True)
@@ -108,30 +113,23 @@ def parse(raw: bytes) -> Envelope:
     """Split bytes into an envelope without checking the signature. Total: raises only DecodeError."""
     if len(raw) > MAX_ENVELOPE_BYTES:
         raise DecodeError(f"envelope of {len(raw)} bytes, over the bound of {MAX_ENVELOPE_BYTES}", ReasonCode.OVERSIZE)
-    at = 0
-
-    def take(count: int) -> bytes:
-        nonlocal at
-        piece = raw[at : at + count]
-        if len(piece) != count:
-            raise DecodeError("envelope ends early")
-        at += count
-        return piece
-
-    name = take(take(1)[0])
+    try:
+        at = 1 + raw[0]
+        version, run, signer, addressed = _BEFORE.unpack_from(raw, at)
+        name, at = raw[1:at], at + _BEFORE.size
+        audience, at = raw[at : at + addressed], at + addressed
+        sequence, issued_at, expires_at, size = _AFTER.unpack_from(raw, at)
+    except (IndexError, struct.error) as exc:
+        raise DecodeError("envelope ends early") from exc
     if not 1 <= len(name) <= _MAX_KIND or not name.isascii():
         raise DecodeError("envelope kind is empty, too long or not ASCII")
-    (version,) = struct.unpack(">H", take(2))
-    run = take(32)
-    signer = take(32)
-    audience = take(take(1)[0])
     if len(audience) not in (0, 32):
         raise DecodeError("envelope audience is neither empty nor a public key")
-    sequence, issued_at, expires_at = struct.unpack(">QQQ", take(24))
-    (size,) = struct.unpack(">I", take(4))
-    payload = take(size)
-    signature = take(64)
-    if at != len(raw):
+    at += _AFTER.size
+    payload, signature = raw[at : at + size], raw[at + size :]
+    if len(signature) < _SIGNATURE_BYTES:
+        raise DecodeError("envelope ends early")
+    if len(signature) > _SIGNATURE_BYTES:
         raise DecodeError("envelope has trailing bytes")
     return Envelope(
         name.decode("ascii"), version, run, signer, audience, sequence, issued_at, expires_at, payload, signature, raw

@@ -12,7 +12,12 @@ from __future__ import annotations
 import ctypes
 import gc
 
+_M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_TOP = 8 << 20
+"""Free bytes at the end of an arena that stay. glibc gives them back from 128 KiB on; each step of a small model would
+then fault its megabytes in again. More is memory that nobody uses."""
+
 _LARGE = 2 << 20
 """Bytes from which a block is given back to the system once it is freed. Shards are four times that; smaller ones stay,
 since mapping costs more than it saves."""
@@ -34,3 +39,4 @@ def return_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        mallopt(_M_TRIM_THRESHOLD, _TOP)
