@@ -40,6 +40,7 @@ from shardcast.passes import Parent, Presenter
 from shardcast.policy_sink import WEIGHTS_NAME, Base, PolicySink
 from shardcast.publication import Key, Publication, pack_frames, publication_from, split_frames
 from shardcast.rates import Bucket
+from shardcast.records import NO_HASH
 from shardcast.server import Clock, wall_clock_ms
 from shardcast.states import Segments
 from shardcast.stats import SAVE_S
@@ -120,6 +121,8 @@ class Puller:
         self._states: dict[Key, Sequence[bytes]] = {}
         """State hashes of the policies on disk."""
         self._has_files = False
+        self._spare: Path | None = None
+        """The hidden folder of a policy that was removed, its model files still in it, for the next download."""
         self._swept = False
         self._started = False
         self._starting = asyncio.Lock()
@@ -290,6 +293,7 @@ class Puller:
             self.room_for = None
         await self._model_files()
         directory = self._folder / f".part-{publication_name(publication.key)}-{publication.open.publication.hex()}"
+        self._reuse(directory)
         sink = PolicySink(directory, publication, self._header, self._segments, self._bases(publication))
         self._sinks[publication.key] = sink
         self._began[publication.key] = time.monotonic()
@@ -303,10 +307,11 @@ class Puller:
         found = []
         for key in order[:_BASES]:
             base = Base(key, self._policies[key].directory / WEIGHTS_NAME, len(self._header), self._states[key])
-            try:
-                base.open()
-            except OSError:
-                continue
+            if publication.open.base != NO_HASH:  # else it is read only where a shard did not change: then it is opened
+                try:
+                    base.open()
+                except OSError:
+                    continue
             found.append(base)
         return found
 
@@ -319,9 +324,7 @@ class Puller:
         if began is not None and self._pacing is not None:
             self._pacing.pulled(time.monotonic() - began)
         for file in self.run.manifest.model.files:
-            target = sink.directory / file.name
-            target.unlink(missing_ok=True)
-            os.link(self._blob(file.digest), target)
+            _link(self._blob(file.digest), sink.directory / file.name)
         (sink.directory / PUBLICATION_NAME).write_bytes(pack_frames(publication.frames()))
         directory = self._folder / publication_name(publication.key)
         if directory.exists():
@@ -344,7 +347,7 @@ class Puller:
         by_use = sorted(self._policies, key=lambda k: (k == self._current_key(), self._used.get(k, 0.0)))
         for key in by_use[: -self.keep]:
             if now - self._used.get(key, 0.0) > GRACE_S:
-                _discard(self._policies.pop(key).directory)
+                self._discard(self._policies.pop(key).directory)
                 self._used.pop(key, None)
                 self._states.pop(key, None)
                 self._follower.forget(key)
@@ -353,10 +356,42 @@ class Puller:
         if not self._swept:
             # Only an earlier process leaves any: this one removes what it drops.
             self._swept = True
-            open_parts = {sink.directory for sink in self._sinks.values()}
+            open_parts = {self._spare, *(sink.directory for sink in self._sinks.values())}
             for entry in self._folder.glob(".part-*"):
                 if entry not in open_parts:
                     shutil.rmtree(entry, ignore_errors=True)
+
+    def _discard(self, directory: Path) -> None:
+        """Remove a policy so that no instant leaves a half of it under a loadable name. Its folder and the model files
+        in it serve the next download, if nothing else is in it: making them anew is a fourth of a small policy's disk
+        work."""
+        aside, own = _set_aside(directory), (WEIGHTS_NAME, PUBLICATION_NAME)
+        names = {*own, *self._file_names()}
+        try:
+            if self._spare is None and {entry.name for entry in os.scandir(aside)} == names:
+                for name in own:
+                    (aside / name).unlink()
+                self._spare = aside
+                return
+        except OSError as exc:
+            log.warning("%s: %s", aside, exc)
+        remove_folder(aside)
+
+    def _reuse(self, directory: Path) -> None:
+        """Begin a download's folder with one that has the model files in it, if there is one."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return
+        try:
+            if not directory.exists() and {entry.name for entry in os.scandir(spare)} == self._file_names():
+                spare.rename(directory)
+                return
+        except OSError as exc:
+            log.warning("%s: %s", spare, exc)
+        remove_folder(spare)
+
+    def _file_names(self) -> set[str]:
+        return {file.name for file in self.run.manifest.model.files}
 
     def _current_key(self) -> Key | None:
         return self.current.key if self.current is not None else None
@@ -439,8 +474,24 @@ def weights_hold(path: Path, layout: Layout, publication: Publication) -> bool:
         os.close(fd)
 
 
-def _discard(directory: Path) -> None:
-    """Remove a policy so that no instant leaves a half of it under a loadable name."""
+def _link(blob: Path, target: Path) -> None:
+    """Have a model file in a policy's folder. Where it is there already it is the same file, not one of its name."""
+    try:
+        if os.path.samestat(target.stat(follow_symlinks=False), blob.stat()):
+            return
+        target.unlink()
+    except FileNotFoundError:
+        pass
+    os.link(blob, target)
+
+
+def _set_aside(directory: Path) -> Path:
+    """Hide a policy's folder."""
     aside = directory.with_name(f".part-gone-{directory.name}-{time.monotonic_ns()}")
     directory.rename(aside)
-    remove_folder(aside)
+    return aside
+
+
+def _discard(directory: Path) -> None:
+    """Remove a policy so that no instant leaves a half of it under a loadable name."""
+    remove_folder(_set_aside(directory))
