@@ -278,8 +278,10 @@ class Download:
                 self._storing -= 1
                 if not finished:
                     self._taken.discard(record.index)
-            with contextlib.suppress(RuntimeError):  # `_stop` may wait for this, unless the loop has ended
-                self._loop.call_soon_threadsafe(self._changed.set)
+                waited_for = self._given_up
+            if waited_for:  # by `_stop`; otherwise `_answered` comes next, and waking the loop twice costs twice
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._changed.set)
         return finished
 
     def _answered(self, attempt: Attempt, error: BaseException | None) -> None:
