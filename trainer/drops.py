@@ -15,6 +15,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from protocol.errors import LedgerError
 from protocol.evidence import DROP_LOG_E
@@ -59,6 +60,7 @@ class Drops:
     """Ledger index of a verdict -> reward, and number of tokens, of each rollout in its details."""
     _late: Counter[bytes] = field(default_factory=Counter)
     """Key -> leases it returned when at most the last batch could still take them."""
+    _closings: list[int] = field(default_factory=list)
     _due: dict[bytes, int] = field(default_factory=dict)
     """Who is to be tested -> batches closed when that was found."""
     _cleared: int = 0
@@ -68,7 +70,7 @@ class Drops:
 
     def __post_init__(self) -> None:
         state = self.book.state
-        closings = closing_indices(state)
+        closings = self._closings = closing_indices(state)
         for submission in state.submissions.values():
             if submission.verdict_index is not None:
                 self._count_if_late(submission, closings)
@@ -84,7 +86,7 @@ class Drops:
             return
         state = self.book.state
         if submission.verdict_index == verdict:
-            self._count_if_late(submission, closing_indices(state))
+            self._count_if_late(submission, self._closings_so_far())
         first = state.leases[submission.lease_id].reissue_of or submission.lease_id
         for key in (submission.owner, state.leases[first].owner):
             self._due.setdefault(key, self.book.window.batches)
@@ -135,6 +137,12 @@ class Drops:
         self._not_before = done + IDLE_SHARE * (done - begun)
         self._late_not_before = max(self._late_not_before, done + LATE_IDLE_SHARE * (done - begun))
         return found
+
+    def _closings_so_far(self) -> list[int]:
+        """`closing_indices`, without sorting a long run's batches again at every verdict."""
+        later = islice(self.book.state.batches.values(), len(self._closings), None)
+        self._closings.extend(batch.index for batch in later)  # in the ledger's order, so they rise
+        return self._closings
 
     def _count_if_late(self, submission: SubmissionState, closings: list[int]) -> None:
         lease = self.book.state.leases[submission.lease_id]
