@@ -36,10 +36,11 @@ from protocol.admission import Admission
 from protocol.errors import HeadwaterError, TransportError, UsageError
 from protocol.frames import MAX_MESSAGE_BYTES, Message
 from protocol.identity import load_identity
-from protocol.libp2p_fixes import Multiaddr, QuickLock, new_swarm, run_service
+from protocol.libp2p_fixes import Multiaddr, new_swarm, run_service
 from protocol.limits import MIB
 from protocol.lines import Lines
 from protocol.records import ErrorReply
+from protocol.trio_turns import QuickLock, write_now
 from protocol.visitors import Visitors
 
 EXIT_FATAL = 2
@@ -62,10 +63,12 @@ class LocalSocket:
 
     async def send(self, message: Message, number: int, body: bytes = b"") -> None:
         """Hand one message to the application. Blocks while it is busy; ends with the process if it never reads."""
-        head = struct.pack(">IBQ", 9 + len(body), message, number)
+        packed = struct.pack(">IBQ", 9 + len(body), message, number) + body
         async with self._lock:
-            with trio.CancelScope(shield=True):  # half a message would end the process's only way to speak
-                await self._stream.send_all(head + body)
+            sent = write_now(self._stream.socket, packed)
+            if sent < len(packed):
+                with trio.CancelScope(shield=True):  # half a message would end the process's only way to speak
+                    await self._stream.send_all(packed[sent:])
 
     async def receive(self) -> tuple[Message, int, bytes] | None:
         """The next message, or None when the application has gone."""

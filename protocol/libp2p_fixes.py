@@ -10,7 +10,7 @@
     port      a second process cannot share our listening port unnoticed                   (_reuse_address_only)
     names     a protocol name in a negotiation is at most 1 KiB; strangers' keys are Ed25519 or refused unread
     turns     a message costs the scheduler few turns: what is there is read at once, and a lock nobody holds is
-              taken without one: 0.9 -> 0.6 ms of each side's CPU a request    (ReadAhead, QuickLock, StrictStream)
+              taken without one: half of each side's CPU a request            (ReadAhead, StrictStream, trio_turns)
     imports   QUIC, TLS, WebSocket, RSA and DNS over QUIC are not loaded: 91 -> 56 MB and a third of the time
 
 Not covered: gossip, relays and DHT (no code of ours uses them yet), transports other than TCP, and bugs that
@@ -34,6 +34,7 @@ import trio
 from protocol.admission import Admission, address_group
 from protocol.errors import ProtocolError, ReasonCode, TransportError, UsageError
 from protocol.identity import parse_peer_id, peer_id_text
+from protocol.trio_turns import QuickLock, write_now
 
 PINNED = "0.8.1"
 _installed = importlib.metadata.version("libp2p")
@@ -107,7 +108,6 @@ __all__ = [
     "STREAM_ERRORS",
     "HardenedSwarm",
     "Multiaddr",
-    "QuickLock",
     "StrictYamux",
     "abort",
     "accept_protocol",
@@ -188,31 +188,15 @@ def _reuse_address_only(sock: Any) -> None:
 _tcp._set_reuse_flags = _reuse_address_only
 
 
-# --- turns: reading ahead, locks ---------------------------------------------------------------------------------
-
-
-class QuickLock:
-    """A lock that is taken without a turn of the scheduler while nobody holds it. Those who wait go first."""
-
-    def __init__(self) -> None:
-        self._lock = trio.Lock()
-
-    async def __aenter__(self) -> None:
-        try:
-            self._lock.acquire_nowait()
-        except trio.WouldBlock:
-            await self._lock.acquire()
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
+# --- turns: sockets ---------------------------------------------------------------------------------------------
 
 
 class ReadAhead(_tcp.TrioTCPStream):  # type: ignore[misc]
-    """A socket read in large pieces: a Noise message's two bytes of length bring its body along."""
+    """A socket read in large pieces, a Noise message's two bytes of length with its body, and written at once."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         super().__init__(stream)
-        self.read_lock, self.write_lock = QuickLock(), QuickLock()
+        self.read_lock, self.write_lock, self._order = QuickLock(), QuickLock(), QuickLock()
         self._ahead = b""
 
     async def read(self, n: int | None = None) -> bytes:
@@ -225,6 +209,12 @@ class ReadAhead(_tcp.TrioTCPStream):  # type: ignore[misc]
         size = len(self._ahead) if n is None else n
         piece, self._ahead = self._ahead[:size], self._ahead[size:]
         return piece
+
+    async def write(self, data: bytes) -> None:
+        async with self._order:
+            sent = write_now(self.stream.socket, data)
+            if sent < len(data):
+                await super().write(data[sent:])
 
 
 _tcp.TrioTCPStream = ReadAhead
@@ -330,7 +320,7 @@ class StrictYamux(_yamux.Yamux):  # type: ignore[misc]
                 raise ConnectionClosedError("the peer took no data for too long", transport="tcp")
         if self._socket is not None and self._socket.socket.fileno() < 0:  # libp2p returns as if it had written
             raise ConnectionClosedError("the connection is closed", transport="tcp")
-        await trio.lowlevel.checkpoint_if_cancelled()  # sending gave others their turn
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def open_stream(self) -> StrictStream:
         if self.event_shutting_down.is_set():

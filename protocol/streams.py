@@ -18,7 +18,6 @@ from protocol.errors import ReasonCode, TransportError
 from protocol.frames import MAX_FRAME_BYTES
 from protocol.libp2p_fixes import (
     STREAM_ERRORS,
-    QuickLock,
     abort,
     accept_protocol,
     remote_group,
@@ -26,6 +25,7 @@ from protocol.libp2p_fixes import (
     select_protocol,
 )
 from protocol.limits import CONTROL_PROTOCOL, HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
+from protocol.trio_turns import QuickLock
 
 _HEAD = struct.Struct(">IQ")
 _READ_BYTES = 64 * 1024
