@@ -13,8 +13,8 @@ from protocol.envelope import parse
 from protocol.errors import DecodeError, EnvelopeError, ReasonCode
 from protocol.manifest import Run
 from shardcast.errors import ForkError, PublicationError, SourceError
-from shardcast.heads import publication_name
-from shardcast.publication import Publication
+from shardcast.heads import SeenHeads, publication_name
+from shardcast.publication import Publication, pack_frames
 from shardcast.source import Source
 
 ENDS = 3
@@ -60,7 +60,12 @@ async def vouched_frames(source: Source, publication: Publication, frames: list[
     )
 
 
-def blame_thief(source: Source, run: Run, fork: ForkError) -> None:
-    """Raise SourceError for a fork that rests on a revoked key's signature: whoever stole it must not stop anybody."""
+def keep_fork(source: Source, run: Run, seen: SeenHeads, publication: Publication, fork: ForkError) -> None:
+    """Keep the evidence of a fork, which its caller raises.
+
+    Raises:
+        SourceError: it rests on a revoked key's signature: whoever stole that must not stop anybody.
+    """
     if any(parse(raw).signer in run.revoked_origins for raw in fork.evidence):
         raise SourceError(source.address, f"{fork}, by a revoked key", ReasonCode.BAD_SIGNATURE) from fork
+    seen.record_fork(pack_frames((*publication.frames(), *fork.evidence)))

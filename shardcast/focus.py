@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardcast.download import Download
 from shardcast.errors import PublicationError
 from shardcast.publication import Key, Publication
+
+_IDLE_TRACKS = 2
 
 
 @dataclass
@@ -62,3 +64,14 @@ def choose_focus(current: Candidate | None, others: Iterable[Candidate], dropped
     if current.announced and (dropped or not newest.announced):
         return current.key
     return newest.key
+
+
+def idle_tracks(tracks: Mapping[Key, Track], wanted: Collection[Key | None]) -> list[Key]:
+    """Which tracks to drop: of those that nobody fetches, the newest few are enough. Each has its room on the disk, and
+    a source may announce old publications for as long as nothing is whole here.
+
+    Args:
+        wanted: places of those that are kept.
+    """
+    idle = (key for key, track in tracks.items() if not (track.done.is_set() or track.pins or track.task))
+    return sorted(key for key in idle if key not in wanted)[:-_IDLE_TRACKS]

@@ -1,9 +1,8 @@
 """Follows the newest policy over several sources: what a relay and a puller have in common.
 
-The first source that answers is asked for news by long-poll; up to two more are looked at every two seconds, so that
-one source can't withhold news for longer. What is learnt goes into a `Track`, one per publication; `focus` decides
-which track is downloaded. A track is whole when all its shards, its manifest and its head are verified; then the
-owner's `on_whole` makes it visible.
+The first source that answers is asked for news by long-poll; two more are looked at every two seconds, the last of them
+by turns (`turns`), so that a few can't withhold news for long. What is learnt goes into a `Track`, one per publication;
+`focus` decides which is downloaded. One whose shards, manifest and head are all verified is whole: `on_whole` shows it.
 
     news -> Publication.take (signatures) -> SeenHeads (rollback, fork) -> Download -> on_whole
 
@@ -17,6 +16,7 @@ Not covered: where bytes go (`download.Sink`) and what a whole publication becom
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -32,12 +32,12 @@ from protocol.limits import SHARD_BYTES
 from protocol.manifest import Run
 from protocol.records import RelayReport
 from shardcast.download import Download, Place, Sink
-from shardcast.earlier import ENDS, blame_thief, frames_taken, vouched_frames
+from shardcast.earlier import ENDS, frames_taken, keep_fork, vouched_frames
 from shardcast.errors import ForkError, HeadError, PublicationError, SourceError
-from shardcast.focus import Candidate, Track, choose_focus
+from shardcast.focus import Candidate, Track, choose_focus, idle_tracks
 from shardcast.gathering import first_blob, gather_records
 from shardcast.heads import SeenHeads, publication_name
-from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, SPARE_LOOK_S, WATCHED_SOURCES
+from shardcast.limits import DEFAULT_WAIT_MS, HEAD_LIFETIME_MS, SPARE_LOOK_S
 from shardcast.named import ByName, Wanted
 from shardcast.passes import Parent, Presenter, parents_of
 from shardcast.publication import Key, Publication, pack_frames
@@ -47,6 +47,7 @@ from shardcast.reports import Reports
 from shardcast.schedule import SourceHealth
 from shardcast.server import Clock
 from shardcast.source import Source, keep_polite, new_session
+from shardcast.turns import Turns
 
 log = logging.getLogger("shardcast.follower")
 
@@ -109,6 +110,7 @@ class Follower:
         self._first = ""
         """The address asked by long-poll."""
         self._turned = asyncio.Event()
+        self._turns = Turns()
         self._known: dict[str, tuple[Source, SourceHealth]] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._tracks: dict[Key, Track] = {}
@@ -144,11 +146,9 @@ class Follower:
         try:
             while self._failure is None:
                 self._reconcile()
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_RECONCILE_S):
                         await self._failed.wait()
-                except TimeoutError:
-                    pass
             raise self._failure
         finally:
             await self.close()
@@ -245,10 +245,9 @@ class Follower:
         named = [source.address for source, _ in self.sources()]
         for address in [one for one, (_, health) in self._known.items() if one not in named and not health.lied]:
             self._known.pop(address)[0].stop()  # a relay that starts again at another address leaves nothing behind
-        wanted = named[:WATCHED_SOURCES]
-        for address in list(self._watchers):
-            if address not in wanted:
-                self._watchers.pop(address).cancel()
+        wanted = self._turns.watched(named, time.monotonic())
+        for address in [one for one in self._watchers if one not in wanted]:
+            self._watchers.pop(address).cancel()
         for address in wanted:
             if address not in self._watchers:
                 self._watchers[address] = self._spawn(self._watch(address))
@@ -269,7 +268,8 @@ class Follower:
                 if frames and not overdue and self._hold() > 0:
                     pass  # work began while we waited: what is newest afterwards counts
                 elif frames:
-                    after = await self._learn(source, health, frames, after)
+                    with self._turns.heard(address):
+                        after = await self._learn(source, health, frames, after)
                 else:
                     await self._refresh_head(source)
                     if wait_ms:
@@ -391,6 +391,8 @@ class Follower:
             sink, _ = await self._make_sink(publication)
             track = Track(publication, self._download(publication, sink))
             self._tracks[key] = track
+            for other in idle_tracks(self._tracks, {key, self._focus}):
+                self._drop(other)
             return track
 
     def _download(self, publication: Publication, sink: Sink) -> Download:
@@ -441,8 +443,7 @@ class Follower:
                 self._accept(raw)
                 track.announced = True
         except ForkError as exc:
-            blame_thief(source, self.run, exc)
-            self._seen.record_fork(pack_frames((*publication.frames(), *exc.evidence)))
+            keep_fork(source, self.run, self._seen, publication, exc)
             raise
         except (DecodeError, EnvelopeError, PublicationError, HeadError) as exc:
             raise SourceError(source.address, str(exc), exc.code) from exc
@@ -478,9 +479,10 @@ class Follower:
         try:
             newest.take(raw)
             self._accept(raw)
+        except ForkError as exc:
+            keep_fork(source, self.run, self._seen, newest, exc)
+            raise
         except (DecodeError, EnvelopeError, PublicationError, HeadError) as exc:
-            if isinstance(exc, ForkError):
-                raise
             raise SourceError(source.address, str(exc), exc.code) from exc
         self._on_head(raw)
 

@@ -14,14 +14,19 @@ from collections.abc import Callable, Sequence
 
 from protocol.errors import DecodeError, EnvelopeError, ReasonCode
 from protocol.manifest import Run
-from shardcast.earlier import blame_thief, frames_taken
+from shardcast.earlier import frames_taken, keep_fork
 from shardcast.errors import ForkError, PublicationError, SourceError
 from shardcast.heads import SeenHeads
-from shardcast.publication import Publication, pack_frames
+from shardcast.publication import Publication
 from shardcast.schedule import SourceHealth
 from shardcast.source import Source
 
 _PAUSE_MAX_S = 2.0
+
+_NEXT_AFTER_S = 3.0
+_BLOBS_AT_ONCE = 3
+"""A source that has not sent a blob for so long is not waited for alone: nothing is fetched before the layout is here,
+and one that trickles it would hold everything up. More at once would take a tokenizer's bytes as often."""
 
 
 async def gather_records(
@@ -61,13 +66,27 @@ async def gather_records(
 
 
 async def first_blob(sources: Sequence[Source], digest: bytes, limit: int) -> bytes:
-    """A verified blob from the first source that has it. Raises SourceError when none has it now."""
+    """A verified blob from the first source that brings it. Raises SourceError when none has it now."""
     failure = SourceError("(no source)", f"blob {digest.hex()[:16]} is not to be had", ReasonCode.RECORD_MISSING)
-    for source in sources:
-        try:
-            return await source.blob(digest, limit)
-        except SourceError as exc:
-            failure = exc
+    waiting = list(sources)
+    asked: set[asyncio.Task[bytes]] = set()
+    try:
+        while waiting or asked:
+            if waiting and len(asked) < _BLOBS_AT_ONCE:
+                asked.add(asyncio.create_task(waiting.pop(0).blob(digest, limit)))
+            more = waiting and len(asked) < _BLOBS_AT_ONCE
+            done, asked = await asyncio.wait(
+                asked, timeout=_NEXT_AFTER_S if more else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                try:
+                    return task.result()
+                except SourceError as exc:
+                    failure = exc
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
     raise failure
 
 
@@ -79,8 +98,7 @@ async def _from(source: Source, publication: Publication, run: Run, seen: SeenHe
             for raw in frames:
                 publication.take(raw)
         except ForkError as exc:
-            blame_thief(source, run, exc)
-            seen.record_fork(pack_frames((*publication.frames(), *exc.evidence)))
+            keep_fork(source, run, seen, publication, exc)
             raise
         except (DecodeError, EnvelopeError, PublicationError) as exc:
             raise SourceError(source.address, str(exc), exc.code) from exc

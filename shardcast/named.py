@@ -43,6 +43,10 @@ _GONE_STEPS = 8
 _GONE_AFTER_S = 3.0
 """A relay that has just started may fetch what it is asked for; this long nobody is believed that it is gone."""
 
+MAX_WANTED = 32
+"""Publications that children's questions have fetched at once. Each asks the parents again and again, also for what
+there never was: without a bound a child could make a relay ask for millions."""
+
 _WANTED_S = 60.0
 """As long as a lease lasts: whoever asked for it has no use for it later."""
 
@@ -224,8 +228,8 @@ class Wanted:
         return list(self._tasks.values())
 
     def want(self, key: Key) -> None:
-        """For `_WANTED_S` at most."""
-        if key not in self._tasks:
+        """For `_WANTED_S` at most, and not beside `MAX_WANTED` others."""
+        if key not in self._tasks and len(self._tasks) < MAX_WANTED:
             task = self._tasks[key] = self._spawn(self._fetch(key))
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
 

@@ -245,42 +245,48 @@ class Source:
 
     async def _small(self, path: str, limit: int, wait_ms: int) -> bytes:
         """An answer of at most `limit` bytes; empty for 204."""
-        silence_s = wait_ms / 1000 + ANSWER_DEADLINE_S
-        total_s = silence_s + limit / MINIMUM_RATE_BYTES_S
-        async with self._get(path, silence_s=silence_s, total_s=total_s) as response:
+        async with self._get(path, wait_ms / 1000 + ANSWER_DEADLINE_S) as (response, deadline):
             if response.status == 204:
                 return b""
             if (response.content_length or 0) > limit:
                 raise SourceError(self.address, f"{path}: {response.content_length} bytes", ReasonCode.OVERSIZE)
             parts = []
             size = 0
+            start = asyncio.get_running_loop().time()
+            deadline.reschedule(start + ANSWER_DEADLINE_S)
             async for piece in response.content.iter_chunked(PIECE_BYTES):
                 size += len(piece)
+                deadline.reschedule(start + ANSWER_DEADLINE_S + size / MINIMUM_RATE_BYTES_S)
                 if size > limit:
                     raise SourceError(self.address, f"{path}: over {limit} bytes", ReasonCode.OVERSIZE)
                 parts.append(piece)
             return b"".join(parts)
 
     @contextlib.asynccontextmanager
-    async def _get(self, path: str, *, silence_s: float, total_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One GET with deadlines: to connect, while nothing arrives, and in all."""
-        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_DEADLINE_S, sock_read=silence_s)
+    async def _get(self, path: str, silence_s: float) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+        """One GET under a deadline, at first for connecting and the header. Who reads the body moves it, as that itself
+        comes on: not for interim answers, trailers, or what is written around chunks."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S, sock_read=silence_s)
+        deadline = asyncio.timeout(CONNECT_DEADLINE_S + silence_s)
         shown = self._presenter.header(self.parent) if self._presenter is not None else ""
         try:
-            async with self._session.get(
-                f"{await self._pinned_base()}/{path}",
-                timeout=timeout,
-                allow_redirects=False,
-                proxy=None,
-                headers={"Host": self._host, **({PASS_HEADER: shown} if shown else {})},
-                ssl=for_aiohttp(self.parent.pin),
-                server_hostname=self._place.host if self._place is not None and self._place.tls else None,
-            ) as response:
+            async with (
+                deadline,
+                self._session.get(
+                    f"{await self._pinned_base()}/{path}",
+                    timeout=timeout,
+                    allow_redirects=False,
+                    proxy=None,
+                    headers={"Host": self._host, **({PASS_HEADER: shown} if shown else {})},
+                    ssl=for_aiohttp(self.parent.pin),
+                    server_hostname=self._place.host if self._place is not None and self._place.tls else None,
+                ) as response,
+            ):
                 if response.headers.get("Content-Encoding", "identity") != "identity":
                     raise SourceError(self.address, f"{path}: an encoding nobody asked for", ReasonCode.MALFORMED)
                 if response.status not in (200, 204):
                     raise await self._refusal(path, response)
-                yield response
+                yield response, deadline
         except TimeoutError as exc:
             self._place = None
             raise SourceError(self.address, f"{path}: no answer in time", ReasonCode.TOO_SLOW) from exc

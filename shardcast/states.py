@@ -280,9 +280,16 @@ class StateMaker:
         if record is None:
             return None
         name = f"{record.new_hash.hex()}-{old.hex()[:32]}"
+        between = None
+        if old != NO_HASH and name not in self._made:
+            between = find_way(record.new_hash, lambda state: state == old, shard_records(self.store, key, index))
+            if between is None or between.start != old:
+                # The answer is the one that needs nothing: made once, however many hashes strangers invent.
+                old, between = NO_HASH, None
+                name = f"{record.new_hash.hex()}-{old.hex()[:32]}"
         if name not in self._made:
             if name not in self._under_way:
-                work = self._work(key, index, record, old)
+                work = self._work(key, index, record, old, between)
                 if work is None:
                     return None
                 task = self._under_way[name] = asyncio.create_task(self._run(name, work))
@@ -293,18 +300,21 @@ class StateMaker:
         self._made.move_to_end(name)
         return self._folder / name, self._made[name]
 
-    def _work(self, key: Key, index: int, record: ShardRecord, old: bytes) -> Callable[[], bytes] | None:
-        """What makes the frame, decided from what is here now. Blocking when called; None where nothing leads there."""
+    def _work(
+        self, key: Key, index: int, record: ShardRecord, old: bytes, between: Way | None
+    ) -> Callable[[], bytes] | None:
+        """What makes the frame, decided from what is here now. Blocking when called; None where nothing leads there.
+
+        Args:
+            between: how the shard is made from the one with the hash `old`; None for an anchor.
+        """
         segments = self.segments(index)
         real = find_way(record.new_hash, self.held.has, shard_records(self.store, key, index))
-        between = None
-        if old != NO_HASH:
-            between = find_way(record.new_hash, lambda state: state == old, shard_records(self.store, key, index))
 
         def anchor() -> bytes:
             return encode(Codec.ANCHOR, None, real.make(self.held, segments), segments) if real is not None else b""
 
-        if between is None or between.start != old:
+        if between is None:
             return None if real is None else anchor
         hops = between.hops
         before = find_way(old, self.held.has, shard_records(self.store, key, index))
