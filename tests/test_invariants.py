@@ -60,15 +60,18 @@ UNBOUNDED = {
     ("shardcast/origin.py", "_publish_shards"): "its own threads, each with one shard to encode and write",
     # The caller holds the deadline.
     ("protocol/engine.py", "read_frame"): "both ends call it under a timeout",
+    ("protocol/libp2p_fixes.py", "_read"): "a frame's body under a timeout; a header comes whenever the peer has something",
+    ("protocol/libp2p_fixes.py", "read"): "`streams` and handshakes read under a timeout; see `_read`",
     ("protocol/libp2p_fixes.py", "write"): "`streams` writes under a timeout",
     ("protocol/lines.py", "request"): "`Lines.request` runs it under `move_on_at`",
+    ("protocol/trio_turns.py", "__aenter__"): "whoever holds the lock writes under a timeout, or to `hostd`'s application",
     ("shardcast/source.py", "_refusal"): "aiohttp's sock_read and total deadlines, set with the request",
     ("shardcast/wire.py", "_receive_some"): "the socket's own timeout, a part of STALL_S",
     ("trainer/members.py", "_challenge"): "the session's total deadline, PROBE_S",
     # Our own processes over private sockets.
     ("node/engine.py", "_serve"): "a node that does not read its engine's answer blocks that connection only",
     ("protocol/host.py", "_answer"): "the host process reads always, or is restarted",
-    ("protocol/host.py", "_read"): "the host process's own messages; its end is the end of the stream",
+    ("protocol/host.py", "drain"): "the same; when it ends the wait does",
     ("protocol/host.py", "_reap"): "waits for a process after SIGKILL",
     # A wait that a newer event ends.
     ("shardcast/follower.py", "_fetch"): "a newer publication drops the track and cancels this",
