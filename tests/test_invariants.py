@@ -60,11 +60,11 @@ UNBOUNDED = {
     ("shardcast/origin.py", "_publish_shards"): "its own threads, each with one shard to encode and write",
     # The caller holds the deadline.
     ("protocol/engine.py", "read_frame"): "both ends call it under a timeout",
-    ("protocol/libp2p_fixes.py", "_read"): "a frame's body under a timeout; a header comes whenever the peer has something",
+    ("protocol/libp2p_fixes.py", "_read"): "a body under a timeout; a header whenever the peer has something",
     ("protocol/libp2p_fixes.py", "read"): "`streams` and handshakes read under a timeout; see `_read`",
     ("protocol/libp2p_fixes.py", "write"): "`streams` writes under a timeout",
     ("protocol/lines.py", "request"): "`Lines.request` runs it under `move_on_at`",
-    ("protocol/trio_turns.py", "__aenter__"): "whoever holds the lock writes under a timeout, or to `hostd`'s application",
+    ("protocol/trio_turns.py", "__aenter__"): "its holder writes under a timeout, or to `hostd`'s application",
     ("shardcast/source.py", "_refusal"): "aiohttp's sock_read and total deadlines, set with the request",
     ("shardcast/wire.py", "_receive_some"): "the socket's own timeout, a part of STALL_S",
     ("trainer/members.py", "_challenge"): "the session's total deadline, PROBE_S",
