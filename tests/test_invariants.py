@@ -57,6 +57,7 @@ UNBOUNDED = {
     ("trainer/coordinator.py", "_attend"): "until the run ends or a signal comes",
     ("trainer/coordinator.py", "_seal_policies"): "until a policy comes; cancelled when the coordinator ends",
     ("trainer/learner.py", "watch"): "a signal's wake-up socket, in a daemon thread",
+    ("shardcast/origin.py", "_publish_at_once"): "its own thread, with one shard to encode, write and flush",
     ("shardcast/origin.py", "_publish_shards"): "its own threads, each with one shard to encode and write",
     # The caller holds the deadline.
     ("protocol/engine.py", "read_frame"): "both ends call it under a timeout",
