@@ -14,11 +14,14 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from protocol.limits import HEADER_DEADLINE_S, MINIMUM_RATE_BYTES_S
+from protocol.limits import HEADER_DEADLINE_S, KIB, MINIMUM_RATE_BYTES_S
 from shardcast.rates import Bucket
 
 BINARY = {"Content-Type": "application/octet-stream", "Cache-Control": "no-store"}
 """Of everything that another answer may replace, or that says what is newest: a cache must not keep it."""
+
+
+_TLS_PIECE_BYTES = 256 * KIB
 
 
 class TimedFile(web.StreamResponse):
@@ -84,6 +87,12 @@ class TimedFile(web.StreamResponse):
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the receiver is gone")
+        if transport.get_extra_info("sslcontext") is not None:
+            # asyncio's stand-in for sendfile takes a thread's turn for each 16 KiB, and goes on to the end, with a line
+            # of the log each, when the receiver hangs up.
+            for start in range(at, at + count, _TLS_PIECE_BYTES):
+                await self.write(os.pread(self._file.fileno(), min(_TLS_PIECE_BYTES, at + count - start), start))
+            return
         sent = _send_now(transport, self._file.fileno(), at, count)
         if sent < count:
             await asyncio.get_running_loop().sendfile(transport, self._file, at + sent, count - sent)
@@ -117,7 +126,7 @@ def _send_now(transport: asyncio.Transport, file: int, at: int, count: int) -> i
     if not count or transport.is_closing() or transport.get_write_buffer_size():
         return 0
     socket = transport.get_extra_info("socket")
-    if socket is None or transport.get_extra_info("sslcontext") is not None:
+    if socket is None:
         return 0
     try:
         return os.sendfile(socket.fileno(), file, at, count)

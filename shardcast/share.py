@@ -45,7 +45,7 @@ from shardcast.addresses import resolve
 from shardcast.errors import SourceError
 from shardcast.limits import ANSWER_DEADLINE_S, CONNECT_DEADLINE_S
 from shardcast.passes import PASS_HEADER, Parent, Presenter
-from shardcast.tls import for_aiohttp
+from shardcast.tls import for_aiohttp, words_of
 
 SHARE_KIND = "share"
 SHARE_LIFETIME_MS = 10 * 365 * 86_400_000
@@ -256,7 +256,7 @@ async def fetch_share(
             base, "another certificate is shown there than the code names", ReasonCode.BAD_SIGNATURE
         ) from exc
     except (aiohttp.ClientError, OSError, ValueError) as exc:
-        raise SourceError(base, f"{type(exc).__name__}: {exc}", ReasonCode.UNREACHABLE) from exc
+        raise SourceError(base, words_of(exc), ReasonCode.UNREACHABLE) from exc
 
 
 async def _body(base: str, response: aiohttp.ClientResponse) -> bytes:

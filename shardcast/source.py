@@ -34,7 +34,7 @@ from shardcast.publication import Key, split_frames
 from shardcast.rates import Bucket
 from shardcast.records import ShardRecord
 from shardcast.stamps import STAMP_HEADER, check_stamp
-from shardcast.tls import check_pin, client_context, for_aiohttp
+from shardcast.tls import check_pin, client_context, for_aiohttp, words_of
 
 WRONG_PIN = "another certificate is shown there than the code or plan names"
 
@@ -296,7 +296,7 @@ class Source:
             raise SourceError(self.address, f"{path}: the answer was cut short", ReasonCode.LENGTH_MISMATCH) from exc
         except (aiohttp.ClientError, OSError, ValueError) as exc:
             self._place = None  # the name may stand for another address by now
-            raise SourceError(self.address, f"{path}: {type(exc).__name__}: {exc}", ReasonCode.UNREACHABLE) from exc
+            raise SourceError(self.address, f"{path}: {words_of(exc)}", ReasonCode.UNREACHABLE) from exc
 
     async def _refusal(self, path: str, response: aiohttp.ClientResponse) -> SourceError:
         """What the source said instead."""

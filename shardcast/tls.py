@@ -112,6 +112,20 @@ def check_pin(shown: bytes | None, pin: bytes, address: str) -> None:
         )
 
 
+def words_of(error: Exception) -> str:
+    """What a failed request says to people; for TLS, what to do, rather than a library's own words."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return (
+            "its certificate is signed by no authority known here, and the code names no certificate; ask whoever gave "
+            "you the code for a newer one"
+        )
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "no TLS is spoken there; the address leads to another program, or the server was started without --tls"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the connection was closed before an answer (a server that wants https:// does that)"
+    return f"{type(error).__name__}: {error}"
+
+
 def for_aiohttp(pin: bytes) -> aiohttp.Fingerprint | bool:
     """What aiohttp's `ssl=` takes: the pin to compare before anything is sent, or True for the system's authorities."""
     return aiohttp.Fingerprint(pin) if pin else True
