@@ -12,6 +12,10 @@ from pathlib import Path
 
 from shardcast.publication import Key
 
+_USED_MOST = 2
+"""Times the limit, at most, are kept because somebody downloads them: a stranger who asks for a byte of each now and
+then must not fill the disk."""
+
 
 def to_remove(
     sizes: Mapping[Key, int],
@@ -29,7 +33,7 @@ def to_remove(
         bases: what each publication applies to, where a server cannot make states of older ones by itself: what a
             pinned one needs is kept with it.
 
-    What is kept may be over the limit: the newest, pinned and used ones stay.
+    What is kept may be over the limit: the newest and pinned ones stay, and used ones up to twice the limit.
     """
     total = sum(sizes.values())
     kept: set[Key] = set()
@@ -42,7 +46,7 @@ def to_remove(
     for key in sorted(sizes)[:-1]:
         if total <= limit:
             break
-        if key in kept or in_use(key):
+        if key in kept or (total <= _USED_MOST * limit and in_use(key)):
             continue
         removed.append(key)
         total -= sizes[key]

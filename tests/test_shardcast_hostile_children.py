@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from shardcast.codecs import Codec
+from shardcast.retention import to_remove
 from tests.shardcast_run import (
     SMALL_SHAPES,
     WAIT_S,
@@ -78,3 +79,9 @@ async def test_a_child_cannot_make_a_relay_ask_for_everything(tmp_path: Path) ->
         async with asyncio.timeout(WAIT_S):
             assert set(await asyncio.gather(*(ask(step) for step in range(150)))) == {404}
         assert 1 <= len(asked) <= 32
+
+
+def test_strangers_who_touch_everything_keep_twice_the_limit_and_no_more() -> None:
+    sizes = {(0, step): 10 for step in range(9)}
+    assert to_remove(sizes, 20, (), lambda key: True) == [(0, step) for step in range(5)]
+    assert to_remove(dict.fromkeys(list(sizes)[:4], 10), 20, (), lambda key: True) == []
