@@ -217,7 +217,8 @@ async def listen(server: CappedServer, host: str, port: int, context: ssl.SSLCon
     loop = asyncio.get_running_loop()
     server.files = _allow_files()
     factory = server if context is None else lambda: _Handshake(server, context)
-    return await loop.create_server(factory, host, port, backlog=max(1, min(_BACKLOG, server.files // 4)))
+    # Up to four times as many are accepted before the first of them is turned away and closed.
+    return await loop.create_server(factory, host, port, backlog=max(1, min(_BACKLOG, server.files // 16)))
 
 
 def _allow_files() -> int:
