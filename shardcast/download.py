@@ -278,11 +278,15 @@ class Download:
                 self._storing -= 1
                 if not finished:
                     self._taken.discard(record.index)
-                waited_for = self._given_up
+                waited_for = self._is_given_up()
             if waited_for:  # by `_stop`; otherwise `_answered` comes next, and waking the loop twice costs twice
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     self._loop.call_soon_threadsafe(self._changed.set)
         return finished
+
+    def _is_given_up(self) -> bool:
+        """A call, because it may have changed since this thread looked."""
+        return self._given_up
 
     def _answered(self, attempt: Attempt, error: BaseException | None) -> None:
         """In the loop: what became of a request."""

@@ -133,7 +133,7 @@ class Publication:
         return self._add(open_envelope(raw, run=self._run.id))
 
     def take_own(self, envelope: Envelope) -> str:
-        """Add an envelope that this process has just signed: all of `take` but the signature. Raises as `take`."""
+        """Add an envelope that this process signed, or checked before: all of `take` but the signature."""
         return self._add(envelope)
 
     def _add(self, envelope: Envelope) -> str:
@@ -332,11 +332,18 @@ class Publication:
             self.head, self.head_envelope = record, envelope
 
 
-def publication_from(run: Run, frames: Iterable[bytes], *, revoked: bool = False) -> Publication:
-    """A publication from all its frames. Raises as `Publication.take`."""
+def publication_from(run: Run, frames: Iterable[bytes], *, revoked: bool = False, checked: bool = False) -> Publication:
+    """A publication from all its frames. Raises as `Publication.take`.
+
+    Args:
+        checked: these very bytes were taken before, so their signatures hold.
+    """
     publication = Publication(run, revoked=revoked)
     for raw in frames:
-        publication.take(raw)
+        if checked:
+            publication.take_own(parse(raw))
+        else:
+            publication.take(raw)
     return publication
 
 
