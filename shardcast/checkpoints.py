@@ -25,7 +25,7 @@ from blake3 import blake3
 from protocol.errors import ReasonCode
 from protocol.files import fsync_dir, open_regular, write_atomic
 from protocol.limits import MAX_MODEL_FILE_BYTES, MAX_MODEL_FILES
-from shardcast.errors import LayoutError, PublishError, StoreError
+from shardcast.errors import LayoutError, PublishError, StoreError, UnfinishedFileError
 from shardcast.layout import Canonical, Layout, make_layout, open_safetensors, safetensors_header
 from shardcast.limits import PIECE_BYTES
 from shardcast.store import read_bounded
@@ -158,12 +158,15 @@ def _named_by_index(path: Path) -> list[str]:
 
 
 def is_whole(found: Found) -> bool:
-    """Whether every weights file is as long as its header says, and may be read."""
+    """Whether every weights file is as long as its header says, and may be read. One that more bytes won't mend is
+    whole: publishing says at once what is wrong with it."""
     try:
         for path in found.weights:
             _header(path)
-    except (LayoutError, OSError):
+    except (UnfinishedFileError, OSError):
         return False
+    except LayoutError:
+        return True
     return True
 
 

@@ -30,6 +30,10 @@ class LayoutError(ShardcastError):
     """A weights file or layout that is not the one the run's manifest names."""
 
 
+class UnfinishedFileError(LayoutError):
+    """A weights file that is not whole, or not yet: more bytes may mend it."""
+
+
 class PublicationError(ShardcastError):
     """Records of a publication that do not hold together."""
 

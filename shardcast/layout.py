@@ -29,7 +29,7 @@ from protocol.files import open_regular
 from protocol.limits import MAX_LAYOUT_BYTES, MAX_TENSORS, SHARD_BYTES
 from protocol.merkle import leaf_hash, root_of
 from protocol.records import U64, Word
-from shardcast.errors import LayoutError
+from shardcast.errors import LayoutError, UnfinishedFileError
 from shardcast.limits import MAX_STATE_HASHES
 
 ITEM_BYTES = {
@@ -216,7 +216,8 @@ def open_safetensors(path: Path, like: Canonical | None = None) -> Canonical:
             run's checkpoints are all so, and parsing a header takes longer than reading a small file.
 
     Raises:
-        LayoutError: not a safetensors file, or one that cannot be published.
+        UnfinishedFileError: not a safetensors file, or the beginning of one.
+        LayoutError: one that cannot be published, whatever else is written to it.
         OSError: the file cannot be read.
     """
     with open_regular(path) as file:
@@ -224,14 +225,14 @@ def open_safetensors(path: Path, like: Canonical | None = None) -> Canonical:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(MAX_LAYOUT_BYTES, size - 8):
-            raise LayoutError(f"{path} is no safetensors file (its header length does not fit)")
+            raise UnfinishedFileError(f"{path} is no safetensors file (its header length does not fit)")
         text = file.read(length)
     if like is not None and (size, text) == (like.size, like.header):
         return replace(like, path=path)
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise LayoutError(f"{path} is no safetensors file (its header is no JSON)") from exc
+        raise UnfinishedFileError(f"{path} is no safetensors file (its header is no JSON)") from exc
     if type(table) is not dict or len(table) > MAX_TENSORS:
         raise LayoutError(f"{path}: the header is no table of tensors")
     table.pop("__metadata__", None)
@@ -251,7 +252,9 @@ def open_safetensors(path: Path, like: Canonical | None = None) -> Canonical:
     for spec in layout.tensors:
         low, high = places[spec.name]
         if high - low != spec.nbytes or 8 + length + high > size:
-            raise LayoutError(f"{path}: tensor {spec.name!r} does not lie inside the file; it was cut or is malformed")
+            raise UnfinishedFileError(
+                f"{path}: tensor {spec.name!r} does not lie inside the file; it was cut or is malformed"
+            )
         at = 8 + length + low
         if segments and sum(segments[-1][1:]) == at:
             segments[-1] = (segments[-1][0], segments[-1][1], segments[-1][2] + spec.nbytes)

@@ -183,7 +183,7 @@ class RelayServer:
 
     def _sources(self) -> list[Parent]:
         given = parents_of(self._given() if callable(self._given) else self._given)
-        self._count()  # once a second is often enough
+        self._count()  # what was heard of: once a second is often enough
         return [parent for parent in given if parent.url != self.server.url]
 
     def _count(self) -> None:
@@ -205,6 +205,7 @@ class RelayServer:
         await self._follower.all_records(publication, head=True)
         self.store.finish_files(publication)
         self.store.show_finished(publication)
+        self._count()
         if isinstance(sink, StoreSink):
             sink.finish()
         for key in self.store.keys[: -self.keep]:
