@@ -59,6 +59,7 @@ BF16_KINDS = (
     "int8",
     "fp8-kv",
     "prompt",
+    "prompt-longer",
     "fp8",
     "stale-bf16",
     "int4",

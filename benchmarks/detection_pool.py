@@ -28,6 +28,7 @@ import torch
 from blake3 import blake3
 
 from benchmarks.contract import CouldNotRunError
+from node import decode as decoding
 from node.decode import DecodeRequest, decode
 from protocol.files import write_atomic
 from protocol.seeds import sampling_seed
@@ -41,7 +42,10 @@ TOKENS = 128
 _RUN, _NONCE = blake3(b"headwater benchmarks.detection").digest(), bytes(32)
 
 HONEST_SYSTEM, OTHER_SYSTEM = "Answer at length.", "Answer in brief."
-"""Equally many tokens: with another length every token's noise would be another one, and the seed would show it."""
+"""Equally many tokens, so that every token's noise is what the seed gives at its position."""
+LONGER_SYSTEM = HONEST_SYSTEM + " Answer briefly."
+"""What the first study added to its system prompt. The noise of such a pool is shifted back to the right positions, as
+a node would that has the right prompt as well."""
 _FORMS = (
     "What is the history of {}?",
     "Write a short story about {}.",
@@ -109,7 +113,7 @@ def honest_pools(dtype: str, quick: bool = False) -> list[Pool]:
     return pools
 
 
-WEIGHTS_KINDS = ("int8", "fp8", "int4", "fp8-kv", "drop-layer", "prompt")
+WEIGHTS_KINDS = ("int8", "fp8", "int4", "fp8-kv", "drop-layer", "prompt", "prompt-longer")
 STALE_KINDS = ("stale-bf16", "stale-fp32")
 SAMPLING_KINDS = ("greedy", "t0.7", "t0.9", "best-of-4")
 
@@ -169,7 +173,7 @@ class Maker:
         """The pool's rollouts, from its file or made now.
 
         Raises:
-            CouldNotRunError: the altered system prompt is not as long as the right one.
+            CouldNotRunError: the altered system prompt is not as long as it should be.
         """
         path = self.folder / f"{pool.name}.npz"
         if not path.exists():
@@ -185,10 +189,9 @@ class Maker:
         before = torch.get_num_threads()
         torch.set_num_threads(pool.threads)
         try:
-            with self._node(pool) as model:
-                outputs = decode(
-                    model, self._requests(pool), temperature=pool.temperature, stop_tokens=(), batch_rows=pool.batch
-                )
+            requests = self._requests(pool)
+            with self._node(pool) as model, noise_shifted(self._longer_by(pool, requests)):
+                outputs = decode(model, requests, temperature=pool.temperature, stop_tokens=(), batch_rows=pool.batch)
         finally:
             torch.set_num_threads(before)
         save(
@@ -199,15 +202,22 @@ class Maker:
         )
 
     def _requests(self, pool: Pool) -> list[DecodeRequest]:
-        system = OTHER_SYSTEM if pool.kind == "prompt" else HONEST_SYSTEM
+        system = {"prompt": OTHER_SYSTEM, "prompt-longer": LONGER_SYSTEM}.get(pool.kind, HONEST_SYSTEM)
         requests = []
         for i, index in enumerate(pool.prompts):
             prompt = self.prompt(index, system)
-            if len(prompt) != len(self.prompt(index)):
-                raise CouldNotRunError("the two system prompts are not equally many tokens; choose two that are")
             seed = self.seed(index, pool.sample + i % pool.samples)
             requests.append(DecodeRequest(prompt, seed, self.tokens))
         return requests
+
+    def _longer_by(self, pool: Pool, requests: Sequence[DecodeRequest]) -> int:
+        """Tokens that this pool's prompts have more than the right ones, each of them."""
+        more = {
+            len(request.prompt) - len(self.prompt(index)) for request, index in zip(requests, pool.prompts, strict=True)
+        }
+        if len(more) != 1 or (more != {0} and pool.kind != "prompt-longer"):
+            raise CouldNotRunError(f"the system prompt of {pool.kind} adds {sorted(more)} tokens; choose another")
+        return more.pop()
 
     @contextmanager
     def _node(self, pool: Pool) -> Iterator[Model]:
@@ -224,6 +234,21 @@ class Maker:
         model = load_policy(directory, dtype, weights=weights, attention=attention).model
         with altered(model, pool.kind):
             yield model
+
+
+@contextmanager
+def noise_shifted(by: int) -> Iterator[None]:
+    """Sample with the noise of positions that many tokens earlier."""
+    usual = decoding.gumbel_noise
+
+    def shifted(seeds: Sequence[bytes], positions: npt.NDArray[np.int64], vocabulary: int) -> Any:
+        return usual(seeds, positions - by, vocabulary)
+
+    decoding.gumbel_noise = shifted
+    try:
+        yield
+    finally:
+        decoding.gumbel_noise = usual
 
 
 def chat(index: int, system: str) -> str:
