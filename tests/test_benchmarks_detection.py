@@ -257,7 +257,7 @@ def test_the_whole_measurement_runs_on_the_tiny_model(tmp_path: Path) -> None:
     honest = [goal for goal in goals if "accepted of" in goal.goal]
     assert len(honest) == 4 and all(goal.holds for goal in honest)
     whole = [goal for goal in goals if goal.goal.startswith("fp32, lazy") and "step old" not in goal.goal]
-    assert len(whole) == 6 and all(goal.holds for goal in whole)
+    assert len(whole) == 7 and all(goal.holds for goal in whole)
     again = [goal for goal in goals if goal.goal.startswith("fp32, proved again: share")]
     assert len(again) == 7 and all(goal.holds for goal in again)
 
