@@ -52,13 +52,14 @@ AGAIN_TOKENS = ("int8", "fp8", "bf16-compute", "fp8-kv", "prompt", "prompt-longe
 TOKENS_GOAL = 300
 STUDY = {
     "lazy": {"int8": (0.88, 0.88), "fp8": (1.0, 1.0), "int4": (1.0, 1.0), "fp8-kv": (1.0, 1.0),
-             "drop-layer": (1.0, 1.0), "prompt-longer": (1.0, 1.0)},
+             "drop-layer": (1.0, 1.0), "prompt": (1.0, 1.0), "prompt-longer": (1.0, 1.0)},
     "again": {"int8": (0.0, 0.0), "fp8": (0.75, 0.81), "int4": (1.0, 1.0), "fp8-kv": (0.44, 0.62),
-              "drop-layer": (1.0, 1.0), "prompt-longer": (0.25, 0.44), "greedy": (1.0, 1.0), "t0.7": (1.0, 1.0),
+              "drop-layer": (1.0, 1.0), "prompt": (0.25, 0.44), "prompt-longer": (0.25, 0.44),
+              "greedy": (1.0, 1.0), "t0.7": (1.0, 1.0),
               "t0.9": (0.75, 0.81), "wrong-seed": (1.0, 1.0)},
 }  # fmt: skip
 """What the first study reports of a 128-token rollout in bf16, at no false positive of its own 68: from, to. Its other
-prompt was the right one and a sentence more; it did not try `prompt`, which is as long as the right one and quieter."""
+prompt was the right one and a sentence more; `prompt`, as long as the right one and quieter, is held to the same."""
 
 
 @dataclass(frozen=True)
@@ -300,15 +301,14 @@ def goals(rows: Mapping[str, Any], tiny_tokens: int, honest_rollouts: int) -> tu
         text = f"fp32, proved again: tokens until {TITLES[kind]} is seen at 99%, at most"
         made.append(_at_most(text, TOKENS_GOAL, math.inf if tokens is None else tokens))
     for word, reported in STUDY.items():
-        for kind in [*reported, "prompt"]:
+        for kind, (share, _) in reported.items():
             row = rows["bf16"].get(kind)
             if row is None or f"{word}_at_no_false_positive" not in row:
                 missing.append(f"bf16, {word}: {TITLES[kind]}, computed in bf16")
                 continue
             one, theirs = row[f"{word}_at_no_false_positive"], row[f"study_{word}_rollouts"]
-            if kind in reported:
-                text = f"bf16, {word}, at no false positive of the honest pool: share of rollouts of {TITLES[kind]}"
-                made.append(at_least(text, reported[kind][0], one["hits"] / one["of"], one["interval"]))
+            text = f"bf16, {word}, at no false positive of the honest pool: share of rollouts of {TITLES[kind]}"
+            made.append(at_least(text, share, one["hits"] / one["of"], one["interval"]))
             text = f"bf16, {word}: rollouts of {TITLES[kind]}, as many as the first study's bounds reject of them"
             made.append(at_least(text, theirs["hits"], one["hits"], []))
     return made, missing
